@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""Orthogonalization of matrices by Newton-Schulz: pure functions on tensors, no collectives, no state.
+
+A matrix X = U S V^T with Frobenius norm 1 goes to U p(...p(S)) V^T, near U V^T; the polynomials are in
+coefficients.py. Matrices of one shape are one batch [batch, m, n]. Each of a batch gets the same bits as alone: see
+`_to_work_layout`.
+"""
+
+import functools
+import os
+import types
+from typing import Callable, Optional
+
+import torch
+from torch import Tensor
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.compiler import is_compile_supported
+from deepspeed.runtime.zero.muon.coefficients import Triple, check_method, restart_positions, uses_gram
+
+# Rows and columns are padded with zeros to a multiple of this many elements: 64 bytes in fp32, 32 in half precision.
+PAD_MULTIPLE = 16
+
+COMPILE_ENV = "DS_MUON_COMPILE"
+
+Kernel = Callable[[Tensor, tuple[Triple, ...]], Tensor]
+
+
+def compute_dtype(method: str) -> torch.dtype:
+    """The dtype the iteration runs in on this accelerator: gram in fp16, standard in bf16, else fp32.
+
+    Gram never runs in bf16: R = X X^T squares the condition number and 8 bits lose the small singular values. Whether
+    half precision is supported is the accelerator's own answer; most CPUs say no to fp16, where a product is 30-50
+    times slower than in fp32 (2-3 against 80-105 GFLOP/s a core). Raises ValueError for an unknown method.
+    """
+    check_method(method)
+    accelerator = get_accelerator()
+    if method == "gram":
+        return torch.float16 if accelerator.is_fp16_supported() else torch.float32
+    return torch.bfloat16 if accelerator.is_bf16_supported() else torch.float32
+
+
+def frobenius_norm(x: Tensor) -> Tensor:
+    """Frobenius norm of each matrix of `x` [..., m, n], float64 [..., 1, 1].
+
+    In float64, since squares underflow in fp32 below 1e-19 and overflow above 1.8e19.
+    """
+    return torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.float64)
+
+
+def normalize(x: Tensor, norm: Optional[Tensor] = None) -> Tensor:
+    """`x` divided by its Frobenius norm, in fp32 and before any cast: fp16 alone loses entries below 6e-8.
+
+    `x` is [..., m, n] of any floating dtype and is not changed. `norm` (float64 or fp32, broadcastable to `x`)
+    replaces the norm of the last two dimensions where `x` is only a slice of a matrix. Returns fp32 of x's shape.
+
+    The divisor is max(norm, smallest normal fp32 number), never norm + eps, which would shrink the update of small
+    gradients without a word: the result does not depend on the scale of x down to 1.2e-38, and zero stays zero. A NaN
+    or an infinity makes its own matrix NaN.
+    """
+    return x.to(torch.float32) / divisor(frobenius_norm(x) if norm is None else norm)
+
+
+def divisor(norm: Tensor) -> Tensor:
+    """The fp32 number that a matrix of Frobenius norm `norm` is divided by: max(norm, smallest normal number)."""
+    return norm.to(torch.float32).clamp_min(torch.finfo(torch.float32).tiny)
+
+
+def standard_iteration(x: Tensor, triples: tuple[Triple, ...]) -> Tensor:
+    """X <- aX + (bA + cA^2)X with A = X X^T, a triple a step. `x` [batch, m, n], m <= n, is not changed."""
+    # Names are dropped as soon as they are done with: what a step holds at most is part of the plan's workspace.
+    for a, b, c in triples:
+        gram = torch.bmm(x, x.mT)
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        del gram
+        x = torch.baddbmm(x, polynomial, x, beta=a)
+        del polynomial
+    return x
+
+
+def gram_iteration(x: Tensor, triples: tuple[Triple, ...], restarts: Optional[tuple[int, ...]] = None) -> Tensor:
+    """The same polynomials applied to R = X X^T (m x m) instead of X: X <- QX at a restart and at the end only.
+
+    With P = aI + bR + cR^2 a step is Q <- QP and R <- PRP. `x` [batch, m, n], m <= n, is not changed; never bf16.
+    `restarts` are the numbers of steps after which X and R are rebuilt (default: `restart_positions`), without which Q
+    grows like the inverse of the smallest singular value and rounding in R with it.
+    Source: N. Amsel et al., arXiv:2505.16932, appendix F; https://tridao.me/blog/2026/gram-newton-schulz/.
+    """
+    steps = len(triples)
+    restarts = restart_positions(steps) if restarts is None else restarts
+    # As above, what is done with is dropped before the next product is made.
+    r, q = torch.bmm(x, x.mT), None
+    for step, (a, b, c) in enumerate(triples):
+        if step in restarts:
+            del r
+            x = torch.bmm(q, x)
+            q = None
+            r = torch.bmm(x, x.mT)
+        z = torch.baddbmm(r, r, r, beta=b, alpha=c)
+        # P = aI + Z is formed only where it is Q itself; a product with P is a fused a*() + Z(), rounded once.
+        q = _plus_diagonal(z, a) if q is None else torch.baddbmm(q, z, q, beta=a)
+        if step + 1 < steps and step + 1 not in restarts:
+            pr = torch.baddbmm(r, z, r, beta=a)
+            del r
+            r = torch.baddbmm(pr, pr, z, beta=a)
+            del pr
+        del z
+    del r
+    return torch.bmm(q, x)
+
+
+def _plus_diagonal(square: Tensor, value: float) -> Tensor:
+    result = square.clone()
+    result.diagonal(dim1=-2, dim2=-1).add_(value)
+    return result
+
+
+def iterate(x: Tensor, *, method: str, triples: tuple[Triple, ...], compile: Optional[bool] = None) -> Tensor:
+    """Run the iteration on `x` [batch, m, n], normalized and in the compute dtype; returns a new tensor like it.
+
+    `x` is not changed, the result is contiguous. Gram runs where it is cheaper (`uses_gram`), else the standard
+    iteration in the same dtype. A tall matrix costs what the wide one does. `compile` forces torch.compile on or off;
+    by default it is used on accelerators and not on the CPU, one graph a shape, at the first call, and the environment
+    variable DS_MUON_COMPILE=0|1 overrides that.
+    Raises ValueError for an unknown method, a shape that is not [batch, m, n], gram in bf16.
+    """
+    if x.ndim != 3:
+        raise ValueError(f"Newton-Schulz takes [batch, m, n], got {tuple(x.shape)}; add or merge leading dimensions")
+    m, n = x.shape[-2:]
+    kernel = gram_iteration if uses_gram(method, m, n) else standard_iteration
+    if method == "gram" and x.dtype == torch.bfloat16:
+        raise ValueError("ns_method 'gram' does not run in bfloat16 (it loses the small singular values); "
+                         "use ns_dtype float16 or float32, or ns_method 'standard'")
+    if x.numel() == 0:
+        return x.clone()
+    tall = m > n
+    if _wants_compile(x.device.type) if compile is None else compile:
+        kernel = _compiled(kernel, (len(x), _padded(min(m, n)), _padded(max(m, n))), x.dtype, x.device, triples)
+    # Not named, so that the kernel can drop its input after the first step.
+    result = kernel(_to_work_layout(x.mT if tall else x), triples)[:, :min(m, n), :max(m, n)]
+    return (result.mT if tall else result).contiguous()
+
+
+def orthogonalize(x: Tensor,
+                  *,
+                  method: str,
+                  triples: tuple[Triple, ...],
+                  dtype: Optional[torch.dtype] = None) -> Tensor:
+    """Normalize `x` [..., m, n], cast it once and iterate. `x` is not changed.
+
+    Returns x's shape in `dtype` (default: `compute_dtype(method)`); leading dimensions are a batch. A NaN or an
+    infinity makes its own matrix NaN and no other. Raises ValueError like `iterate`, and for fewer than two
+    dimensions.
+    """
+    if x.ndim < 2:
+        raise ValueError(f"Muon orthogonalizes matrices of two or more dimensions, got shape {tuple(x.shape)}; "
+                         "give this parameter to Adam")
+    work = normalize(x).to(compute_dtype(method) if dtype is None else dtype)
+    batch = work.reshape(-1, *x.shape[-2:]) if work.numel() else work.new_empty(0, *x.shape[-2:])
+    return iterate(batch, method=method, triples=triples).reshape(x.shape)
+
+
+def _to_work_layout(x: Tensor) -> Tensor:
+    """`x` [batch, m, n] as a contiguous tensor whose rows start at multiples of PAD_MULTIPLE elements.
+
+    BLAS picks its kernel and its order of summation by alignment and by odd remainders, so that matrix i of a batch of
+    9 x 13 matrices and the same matrix alone differ in their last bit (measured with MKL; with 1 and 2 threads also).
+    With all dimensions multiples of 16 they do not, which the tests check. The zeros are exact: they stay zero rows
+    and columns.
+    """
+    batch, m, n = x.shape
+    padded_m, padded_n = _padded(m), _padded(n)
+    if (padded_m, padded_n) == (m, n):
+        return x.contiguous()
+    work = x.new_zeros(batch, padded_m, padded_n)
+    work[:, :m, :n].copy_(x)
+    return work
+
+
+def _padded(size: int) -> int:
+    return -(-size // PAD_MULTIPLE) * PAD_MULTIPLE
+
+
+def _wants_compile(device_type: str) -> bool:
+    setting = os.environ.get(COMPILE_ENV, "")
+    if setting not in ("", "0", "1"):
+        raise ValueError(
+            f"environment variable {COMPILE_ENV} must be 0 or 1, got {setting!r}; unset it for the default")
+    # On the CPU the products are all of the time, and compiling takes longer than many a test.
+    return (setting == "1" if setting else device_type != "cpu") and is_compile_supported()
+
+
+@functools.lru_cache(maxsize=None)
+def _compiled(kernel: Kernel, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device,
+              triples: tuple[Triple, ...]) -> Kernel:
+    """The compiled kernel of one shape; the arguments after `kernel` are the cache's key.
+
+    Each gets a code object of its own: torch.compile counts recompilations by code object, and runs whatever comes
+    after the eighth shape uncompiled.
+    """
+    own = types.FunctionType(kernel.__code__.replace(), kernel.__globals__, kernel.__name__, kernel.__defaults__)
+    return torch.compile(own, fullgraph=True, dynamic=False, backend=get_accelerator().get_compile_backend())

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""Which parameters are matrices for Muon, decided by the module that owns them rather than by name alone.
+
+Muon is for the weights of products in hidden layers. A table that is looked up, an output head, a router, a norm or a
+state matrix is no such weight, whatever its shape; orthogonalizing it trains, but badly, and nothing shows it.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Any, Iterable, Mapping, Optional, Sequence
+
+import torch
+from torch import nn
+
+BY_PARAMETER = "param.use_muon, set by the user"
+BY_MUON_PATTERN = "muon_params"
+BY_ADAM_PATTERN = "adam_params"
+
+# Modules that compute a product with `weight` and do not derive from nn.Linear, by class name: transformers' Conv1D
+# (stored [in, out]) and the layers that DeepSpeed puts in the place of Linear.
+_TRANSPOSED_PRODUCTS = ("Conv1D", )
+_PRODUCT_CLASSES = (*_TRANSPOSED_PRODUCTS, "LinearLayer", "LinearAllreduce", "LmHeadLinearAllreduce",
+                    "OptimizedLinear")
+_HEADS = ("lm_head", "score", "classifier", "head", "heads", "output", "qa_outputs", "embed_out", "decoder")
+_ROUTERS = ("router", "gate", "wg")
+_STOCK_NAMES = ("embed", "lm_head")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What becomes of a parameter, and by which rule. `parts` are row counts of the matrices that it is made of."""
+    use_muon: bool
+    rule: str
+    expert_stack: bool = False
+    transposed: bool = False
+    parts: Optional[tuple[int, ...]] = None
+
+
+def tag_parameters(model: nn.Module, options: Mapping[str, Any]) -> dict[str, Choice]:
+    """Decide for every parameter of `model` and mark it: `use_muon`, and for the layout `is_expert_group`,
+    `muon_parts`, `muon_transposed`. `options` are the params of the Muon optimizer.
+
+    What counts, in this order: `param.use_muon` set by the user, the patterns `adam_params` and `muon_params` (regular
+    expressions, searched in the name), the rules of this module. Raises ValueError for a pattern that is no regular
+    expression or matches nothing, and for a parameter that patterns of both kinds match.
+    """
+    choices = choose(model, options)
+    for name, param in model.named_parameters():
+        choice = choices[name]
+        param.use_muon = choice.use_muon
+        # Tells a later call that the mark is not the user's.
+        param.muon_rule = choice.rule
+        if choice.expert_stack:
+            param.is_expert_group = True
+        # A user may set the row counts of the parts of a fused projection beforehand.
+        if getattr(param, "muon_parts", None) is None:
+            param.muon_parts = choice.parts
+        param.muon_transposed = choice.transposed
+    return choices
+
+
+def choose(model: nn.Module, options: Mapping[str, Any]) -> dict[str, Choice]:
+    """The choice for each parameter name, without marking anything. Raises as `tag_parameters` does."""
+    names = [name for name, _ in model.named_parameters()]
+    to_adam = _matched(BY_ADAM_PATTERN, options.get("adam_params"), names)
+    to_muon = _matched(BY_MUON_PATTERN, options.get("muon_params"), names)
+    if to_adam & to_muon:
+        raise ValueError(f"Muon: adam_params and muon_params both match {sorted(to_adam & to_muon)}")
+    owners = _owners(model)
+    heads = _head_parameters(model)
+    choices = {}
+    for name, param in model.named_parameters():
+        choice = _by_rules(name, param, owners[id(param)], id(param) in heads)
+        if name in to_adam:
+            choice = Choice(False, BY_ADAM_PATTERN)
+        elif name in to_muon:
+            choice = _with_muon(choice, name, param, BY_MUON_PATTERN)
+        own = getattr(param, "use_muon", None)
+        if own is not None and getattr(param, "muon_rule", BY_PARAMETER) == BY_PARAMETER:
+            choice = _with_muon(choice, name, param, BY_PARAMETER) if own else Choice(False, BY_PARAMETER)
+        choices[name] = choice
+    return choices
+
+
+def layer_shape(param: torch.Tensor) -> tuple[int, ...]:
+    """The shape as a layer has it: under zero.Init the data is a flat placeholder and `ds_shape` is the shape."""
+    return tuple(getattr(param, "ds_shape", param.shape))
+
+
+def _with_muon(choice: Choice, name: str, param: torch.Tensor, rule: str) -> Choice:
+    if len(layer_shape(param)) < 2:
+        raise ValueError(
+            f"Muon: {rule} asks for Muon on {name}, which has shape {layer_shape(param)}; it takes two or "
+            "more dimensions")
+    return Choice(True, rule, choice.expert_stack, choice.transposed, choice.parts)
+
+
+def _matched(key: str, patterns: Optional[Sequence[str]], names: Iterable[str]) -> set[str]:
+    if isinstance(patterns, str):
+        raise ValueError(f"Muon: {key} must be a list of regular expressions, got the string {patterns!r}")
+    found: set[str] = set()
+    for pattern in patterns or ():
+        try:
+            matches = {name for name in names if re.search(pattern, name)}
+        except (re.error, TypeError) as error:
+            raise ValueError(f"Muon: {key} holds {pattern!r}, which is no regular expression: {error}") from None
+        if not matches:
+            raise ValueError(f"Muon: {key} holds {pattern!r}, which matches no parameter of the model. Names are, for "
+                             f"example, {', '.join(sorted(names)[:3])}")
+        found |= matches
+    return found
+
+
+def _owners(model: nn.Module) -> dict[int, list[tuple[str, str, nn.Module]]]:
+    """(module path, attribute, module) of every module that holds a parameter, several where it is tied."""
+    owners: dict[int, list[tuple[str, str, nn.Module]]] = {}
+    for path, module in model.named_modules():
+        for attribute, param in module.named_parameters(recurse=False):
+            owners.setdefault(id(param), []).append((path, attribute, module))
+    return owners
+
+
+def _head_parameters(model: nn.Module) -> set[int]:
+    """ids of the parameters of the output embeddings that transformers' models name."""
+    found: set[int] = set()
+    for module in model.modules():
+        get_output_embeddings = getattr(module, "get_output_embeddings", None)
+        head = get_output_embeddings() if callable(get_output_embeddings) else None
+        if isinstance(head, nn.Module):
+            found.update(id(param) for param in head.parameters())
+    return found
+
+
+def _by_rules(name: str, param: torch.Tensor, owners: Sequence[tuple[str, str, nn.Module]], is_head: bool) -> Choice:
+    shape = layer_shape(param)
+    if len(shape) < 2:
+        return Choice(False, "fewer than two dimensions")
+    if any(isinstance(module, (nn.Embedding, nn.EmbeddingBag)) for _, _, module in owners):
+        return Choice(False, "embedding table")
+    if is_head:
+        return Choice(False, "output head")
+    path, attribute, module = owners[0]
+    leaf = path.rpartition(".")[2]
+    if getattr(param, "is_expert_group", False) or _is_expert_stack(shape, module):
+        return Choice(True, "expert stack", expert_stack=len(shape) == 3, parts=_fused_parts(attribute, shape))
+    # Outside the numbered layers these names are the model's last layer.
+    if leaf in _HEADS and not any(part.isdigit() for part in path.split(".")):
+        return Choice(False, "output head")
+    if leaf in _ROUTERS or re.search(r"router|gate$", type(module).__name__, re.IGNORECASE):
+        return Choice(False, "router")
+    if any(keyword in name.lower() for keyword in _STOCK_NAMES):
+        return Choice(False, "name says embedding or head")
+    return _by_module(attribute, shape, module)
+
+
+def _by_module(attribute: str, shape: tuple[int, ...], module: nn.Module) -> Choice:
+    if isinstance(module, nn.modules.conv._ConvNd) and attribute == "weight":
+        if len(shape) <= 3:
+            return Choice(False, "1-D convolution")
+        if module.groups > 1:
+            return Choice(False, "grouped or depthwise convolution")
+        return Choice(True, "convolution kernel")
+    kind = type(module).__name__
+    is_product = isinstance(module, (nn.Linear, nn.MultiheadAttention)) or kind in _PRODUCT_CLASSES \
+        or re.search(r"linear|dense", kind, re.IGNORECASE)
+    if is_product and attribute.endswith("weight"):
+        return Choice(True, "weight of a product", transposed=kind in _TRANSPOSED_PRODUCTS)
+    return Choice(False, f"{kind}.{attribute} is not known as the weight of a product")
+
+
+def _is_expert_stack(shape: tuple[int, ...], module: nn.Module) -> bool:
+    return len(shape) == 3 and "expert" in type(module).__name__.lower()
+
+
+def _fused_parts(attribute: str, shape: tuple[int, ...]) -> Optional[tuple[int, ...]]:
+    """Gate and up projection of experts stand in one tensor [experts, 2 * width, hidden]; they are two matrices."""
+    if len(shape) == 3 and "gate_up" in attribute and shape[1] % 2 == 0:
+        return (shape[1] // 2, shape[1] // 2)
+    return None
