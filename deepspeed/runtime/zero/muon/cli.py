@@ -20,9 +20,10 @@ from deepspeed.runtime.zero.config import get_zero_config
 from deepspeed.runtime.zero.muon.estimate import (Engine, Estimate, Iteration, Machine, Parameter, estimate, limits,
                                                   step_groups)
 from deepspeed.runtime.zero.muon.layout import matrices_of
-from deepspeed.runtime.zero.muon.optimizer import HELD_PER_ROUND_NUMEL, matrices_of_parameter
+from deepspeed.runtime.zero.muon.optimizer import matrices_of_parameter
 from deepspeed.runtime.zero.muon.options import (DEFAULT_WORKSPACE_MB, MUON_GROUP_DEFAULTS, check_muon_group,
                                                  check_optimizer_params, check_workspace_mb)
+from deepspeed.runtime.zero.muon.plan import round_numel_within
 from deepspeed.runtime.zero.muon.plan_output import as_json, as_text, plot
 
 FP32_NAMES = ("fp32", "float32", "float")
@@ -154,11 +155,10 @@ def read_ds_config(path: Path) -> tuple[Engine, Iteration]:
     # Unless told otherwise, accelerators iterate in fp16 (gram) or bf16 (standard): two bytes both.
     itemsize = 4 if str(group["ns_dtype"]).endswith("float32") else 2
     workspace_mb = check_workspace_mb(params.get("workspace_mb", DEFAULT_WORKSPACE_MB))
-    round_numel = max(1, int(workspace_mb * 2**20) // (itemsize * HELD_PER_ROUND_NUMEL))
     return engine, Iteration(method=group["ns_method"],
                              steps=group["ns_steps"],
                              itemsize=itemsize,
-                             round_numel=min(round_numel, engine.bucket_numel))
+                             round_numel=round_numel_within(workspace_mb, itemsize, engine.bucket_numel))
 
 
 def _engine(config: Mapping[str, Any], path: Path) -> Engine:

@@ -50,10 +50,12 @@ def report_at_start(engine: Any) -> None:
     options = engine.optimizer_params() or {}
     if not is_muon(optimizer) or dist.get_rank() != 0 or not options.get("muon_report", True):
         return
-    parameters = [(name, getattr(param, "ds_numel",
-                                 param.numel()), bool(getattr(param, "use_muon",
-                                                              False)), getattr(param, "muon_rule", BY_GROUP))
-                  for name, param in engine.module.named_parameters() if param.requires_grad]
+    parameters = []
+    for name, param in engine.module.named_parameters():
+        if param.requires_grad:
+            use_muon = bool(getattr(param, "use_muon", False))
+            parameters.append((name, getattr(param, "ds_numel",
+                                             param.numel()), use_muon, getattr(param, "muon_rule", BY_GROUP)))
     # DeepSpeed shows warnings and above; a report that nobody sees would not tell that Muon is off.
     logger.warning(
         start_up_report(parameters, optimizer.param_groups,

@@ -16,14 +16,11 @@ from deepspeed.runtime.zero.muon.layout import GroupLayout, Matrix, matrices_of
 from deepspeed.runtime.zero.muon.options import (ADAM_GROUP_DEFAULTS, DEFAULT_WORKSPACE_MB, MUON_GROUP_DEFAULTS,
                                                  check_muon_group, check_tensor_parallel, check_workspace_mb)
 from deepspeed.runtime.zero.muon.pack import Workspace
-from deepspeed.runtime.zero.muon.plan import BATCH_COPIES, Plan, PlanReport, build_plan, rank_plan
+from deepspeed.runtime.zero.muon.plan import Plan, PlanReport, build_plan, rank_plan, round_numel_within
 from deepspeed.runtime.zero.muon.step import Kernel, MuonStep, Partition
 from deepspeed.utils import logger
 
 MOMENTUM_KEY = "momentum_buffer"
-
-# Elements held for each element of a round at most: two rounds' exchange buffers, and the batch (see PlanReport).
-HELD_PER_ROUND_NUMEL = 4 + BATCH_COPIES
 
 
 @dataclass(frozen=True)
@@ -86,6 +83,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         self._workspaces: dict[torch.device, Workspace] = {}
         self.aux_optimizer = self._make_aux_optimizer(adam_optimizer, adam_optimizer_kwargs or {}, adam_w_mode,
                                                       fallback_to_inline)
+        self._link_aux()
 
     def configure(self, options: Mapping[str, Any], reduce_bucket_size: Optional[int] = None) -> None:
         """Take the options of ds_config.json that are not those of a group. Raises ValueError for a bad value."""
@@ -119,9 +117,13 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         for group, completed in zip(groups, aux.param_groups):
             for key, value in completed.items():
                 group.setdefault(key, value)
-        aux.param_groups = groups
-        aux.state = self.state
         return aux
+
+    def _link_aux(self) -> None:
+        """Give the auxiliary optimizer this one's state and, of the groups that are here now, its own."""
+        if self.aux_optimizer is not None:
+            self.aux_optimizer.param_groups = _aux_groups(self.param_groups)
+            self.aux_optimizer.state = self.state
 
     def bind(self,
              flat_param: torch.Tensor,
@@ -278,9 +280,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
     def _plan(self, layouts: list[GroupLayout], kernel: Kernel) -> Plan:
         itemsize = torch.empty((), dtype=kernel.dtype).element_size()
-        round_numel = max(1, int(self.workspace_mb * 2**20) // (itemsize * HELD_PER_ROUND_NUMEL))
-        if self.max_round_numel is not None:
-            round_numel = min(round_numel, self.max_round_numel)
+        round_numel = round_numel_within(self.workspace_mb, itemsize, self.max_round_numel)
         costs = [
             flops(matrix.rows, matrix.cols, kernel.method, len(kernel.triples)) for layout in layouts
             for matrix in layout.matrices
@@ -288,12 +288,9 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         return build_plan(layouts, costs=costs, itemsize=itemsize, round_numel=round_numel)
 
     def _step_aux(self, step_id: Optional[int]) -> None:
-        if self.aux_optimizer is None:
-            return
         # Engines step one group at a time by putting it alone into `param_groups` for the call.
-        self.aux_optimizer.param_groups = _aux_groups(self.param_groups)
-        self.aux_optimizer.state = self.state
-        if not self.aux_optimizer.param_groups:
+        self._link_aux()
+        if self.aux_optimizer is None or not self.aux_optimizer.param_groups:
             return
         if step_id is not None and getattr(self.aux_optimizer, "overlap_step", None) is False:
             self.aux_optimizer.step(step_id=step_id)
@@ -319,9 +316,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         for group, own in zip(self.param_groups, before):
             for key, value in (MUON_GROUP_DEFAULTS if group["use_muon"] else ADAM_GROUP_DEFAULTS).items():
                 group.setdefault(key, own.get(key, value))
-        if self.aux_optimizer is not None:
-            self.aux_optimizer.param_groups = _aux_groups(self.param_groups)
-            self.aux_optimizer.state = self.state
+        self._link_aux()
 
 
 def matrices_of_parameter(name: str, param: torch.Tensor, shape: tuple[int, ...]) -> tuple[Matrix, ...]:

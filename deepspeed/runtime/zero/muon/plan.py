@@ -11,7 +11,7 @@ two sides. A `RankPlan` is the part of it that one rank executes. Nothing here i
 import hashlib
 from dataclasses import dataclass
 from itertools import accumulate, groupby
-from typing import Iterable, Sequence
+from typing import Iterable, Optional, Sequence
 
 from deepspeed.runtime.zero.muon.layout import GroupLayout, Matrix, Placement
 from deepspeed.runtime.zero.muon.owners import assign_owners
@@ -20,6 +20,8 @@ FP64_BYTES = 8
 
 # The batch, and the tensors of its size that the iteration holds at a time.
 BATCH_COPIES = 5
+# What is held for each element of a round at most: two rounds' exchange buffers, each both ways, and the batch.
+HELD_PER_ROUND_NUMEL = 4 + BATCH_COPIES
 
 
 @dataclass(frozen=True)
@@ -163,6 +165,13 @@ def max_over_mean(values: Sequence[int]) -> float:
     """Largest over average: 1.0 is perfect balance. 1.0 as well where all are zero."""
     total = sum(values)
     return max(values) * len(values) / total if total else 1.0
+
+
+def round_numel_within(workspace_mb: float, itemsize: int, limit: Optional[int] = None) -> int:
+    """The most elements an owner may orthogonalize in a round, so that a rank holds no more than `workspace_mb` MiB at
+    `itemsize` bytes an element (see PlanReport), and no more than `limit` elements."""
+    numel = max(1, int(workspace_mb * 2**20) // (itemsize * HELD_PER_ROUND_NUMEL))
+    return numel if limit is None else min(numel, limit)
 
 
 def build_plan(layouts: Sequence[GroupLayout], *, costs: Sequence[int], itemsize: int, round_numel: int) -> Plan:

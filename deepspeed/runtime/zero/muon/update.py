@@ -16,7 +16,7 @@ from typing import Sequence
 import torch
 from torch import Tensor
 
-ADJUST_LR_FNS = ("original", "match_rms_adamw")
+from deepspeed.runtime.zero.muon.options import ADJUST_LR_FNS
 
 
 def advance_momentum_(momenta: Sequence[Tensor], grads: Sequence[Tensor], *, beta: float) -> None:

@@ -210,3 +210,11 @@ class TestAutoTP(DistributedTest):
         name = "model.layers.0.self_attn.q_proj.weight"
         moved = (expected[name] - start[name]).norm()
         assert (whole_weights(engine, stage)[name] - expected[name]).norm() > 0.05 * moved
+
+
+class TestStage0(DistributedTest):
+    world_size = 2
+
+    def test_is_refused(self):
+        with pytest.raises(ValueError, match="stage 0 does not support tensor parallelism; use ZeRO stage 1, 2 or 3"):
+            deepspeed.initialize(model=tiny_llama(), config=ds_config(0))
