@@ -12,7 +12,8 @@ import resource
 import time
 
 from deepspeed.runtime.zero.muon.coefficients import flops
-from deepspeed.runtime.zero.muon.layout import GroupLayout, matrices_of
+from deepspeed.runtime.zero.muon.layout import GroupLayout
+from deepspeed.runtime.zero.muon.matrices import matrices_of
 from deepspeed.runtime.zero.muon.plan import Plan, build_plan, rank_plan
 
 BF16_BYTES = 2

@@ -19,7 +19,7 @@ from deepspeed.runtime.config import MUON_OPTIMIZER
 from deepspeed.runtime.zero.config import get_zero_config
 from deepspeed.runtime.zero.muon.estimate import (Engine, Estimate, Iteration, Machine, Parameter, estimate, limits,
                                                   step_groups)
-from deepspeed.runtime.zero.muon.layout import matrices_of
+from deepspeed.runtime.zero.muon.matrices import matrices_of
 from deepspeed.runtime.zero.muon.optimizer import matrices_of_parameter
 from deepspeed.runtime.zero.muon.options import (DEFAULT_WORKSPACE_MB, MUON_GROUP_DEFAULTS, check_muon_group,
                                                  check_optimizer_params, check_workspace_mb)
@@ -27,7 +27,7 @@ from deepspeed.runtime.zero.muon.plan import round_numel_within
 from deepspeed.runtime.zero.muon.plan_output import as_json, as_text, plot
 
 FP32_NAMES = ("fp32", "float32", "float")
-SHAPE_KEYS = ("name", "shape", "use_muon", "expert_stack", "parts")
+SHAPE_KEYS = ("name", "shape", "use_muon", "expert_stack", "parts", "transposed")
 
 # ds_config sections that cut matrices or groups in a way that is not planned here: (keys, value that turns it off).
 UNPLANNED = ((("tensor_parallel", "autotp_size"), (0, 1)), (("zero_optimization", "mics_shard_size"), (-1, )),
@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     source.add_argument("--shapes",
                         type=Path,
                         help="JSON list of objects with name, shape, and optionally use_muon (default: two or more "
-                        "dimensions), expert_stack, parts")
+                        "dimensions), expert_stack, parts, transposed")
     plan.add_argument("--ds-config", type=Path, required=True, help="the ds_config.json of the run")
     plan.add_argument("--world-size",
                       type=_world_sizes,
@@ -201,8 +201,11 @@ def read_shapes(path: Path) -> list[Parameter]:
             raise ValueError(f"{path}: entry {index} needs a string as name and a list of positive integers as shape, "
                              f"got {entry!r}")
         use_muon = entry.get("use_muon", len(shape) >= 2)
-        matrices = matrices_of(name, shape, expert_stack=entry.get("expert_stack", False),
-                               parts=entry.get("parts")) if use_muon else ()
+        matrices = matrices_of(name,
+                               shape,
+                               expert_stack=entry.get("expert_stack", False),
+                               parts=entry.get("parts"),
+                               transposed=entry.get("transposed", False)) if use_muon else ()
         parameters.append(Parameter(name, tuple(shape), matrices))
     return parameters
 

@@ -17,7 +17,8 @@ from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
 from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.runtime.zero.muon.exchange import Exchange
-from deepspeed.runtime.zero.muon.layout import GroupLayout, Matrix
+from deepspeed.runtime.zero.muon.layout import GroupLayout
+from deepspeed.runtime.zero.muon.matrices import Matrix
 from deepspeed.runtime.zero.muon.optimizer import MOMENTUM_KEY, MuonWithAuxAdam, matrices_of_parameter
 from deepspeed.runtime.zero.muon.report import BY_GROUP, start_up_report
 from deepspeed.runtime.zero.muon.tensor_parallel import TensorShard, join
@@ -194,9 +195,20 @@ def _tensor_cut(engine: Any, param: torch.Tensor) -> Optional[int]:
             "be one of a matrix. Set \"tensor_parallel\": \"shard\", or param.use_muon = False.")
     if getattr(param, "muon_num_heads", None) and dim == 0:
         return None
+    _refuse_cut_parts(engine, param, dim)
     if getattr(param, "is_expert_group", False):
         return dim - 1 if dim > 0 else None
     return dim
+
+
+def _refuse_cut_parts(engine: Any, param: torch.Tensor, dim: int) -> None:
+    """A rank's share of the outputs may hold all of query and nothing of value, so its parts are not those meant."""
+    parts = getattr(param, "muon_parts", None) or ()
+    outputs_dim = 1 if getattr(param, "muon_transposed", False) else 0
+    if len(parts) > 1 and dim == outputs_dim and not getattr(param, "is_expert_group", False):
+        raise ValueError(f"Muon: {engine.param_names.get(param, 'a parameter without a name')} is taken apart into "
+                         f"{len(parts)} parts and cut over tensor-parallel ranks along the same dimension. Take it "
+                         "out of fused_params, or set \"tensor_parallel\": \"shard\".")
 
 
 def _matrices(engine: Any, param: torch.Tensor, shape: Sequence[int]) -> tuple[Matrix, ...]:

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Callable, Iterable, Sequence
 
 from deepspeed.runtime.zero.muon.coefficients import flops
-from deepspeed.runtime.zero.muon.layout import GroupLayout, Matrix
+from deepspeed.runtime.zero.muon.layout import GroupLayout
+from deepspeed.runtime.zero.muon.matrices import Matrix
 from deepspeed.runtime.zero.muon.plan import Plan, build_plan, max_over_mean
 
 FP32_BYTES = 4

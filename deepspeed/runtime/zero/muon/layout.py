@@ -13,38 +13,21 @@ million fragments, of which a rank ever needs only its own and those of the matr
 
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Iterator, Optional, Sequence, Union
+from typing import Iterator, NamedTuple, Optional, Sequence, Union
 
-
-@dataclass(frozen=True)
-class Matrix:
-    """A 2-D unit orthogonalized on its own: `numel` consecutive elements of a parameter, row-major [rows, cols].
-
-    `fan_out` and `fan_in` are those of the product it computes, which for weights stored [in, out] (transformers'
-    Conv1D) are not `rows` and `cols`; only the update's scale reads them. With `column_blocks` above 1 the elements
-    are in the order of that many blocks [rows, cols / column_blocks], one after another, as tensor-parallel ranks hold
-    a matrix that is cut along its columns.
-    """
-    name: str
-    rows: int
-    cols: int
-    offset_in_parameter: int
-    fan_out: int
-    fan_in: int
-    column_blocks: int = 1
-
-    @property
-    def numel(self) -> int:
-        return self.rows * self.cols
+from deepspeed.runtime.zero.muon.matrices import Matrix
 
 
 @dataclass(frozen=True)
 class Fragment:
-    """Matrix ∩ partition: `numel` consecutive elements of a matrix that lie consecutively in one rank's partition."""
+    """Matrix ∩ partition: `numel` consecutive elements of a matrix that lie in one rank's partition, consecutively or,
+    of a part of an interleaved projection, as `strips` equal strips that start `stride` elements apart."""
     rank: int
     offset_in_matrix: int
     offset_in_partition: int
     numel: int
+    strips: int = 1
+    stride: int = 0
 
 
 @dataclass(frozen=True)
@@ -107,6 +90,58 @@ class UniformCut:
 
 
 @dataclass(frozen=True)
+class StridedCut:
+    """As UniformCut, for a matrix that is `strips` equal strips on the axis, which start `stride` elements apart.
+
+    A shard holds at most three fragments of it: the end of a strip, whole strips, the beginning of a strip.
+    """
+    offset_on_axis: int
+    numel: int
+    strips: int
+    stride: int
+    shard_numel: int
+    shard_offset_in_partition: int
+
+    @property
+    def strip_numel(self) -> int:
+        return self.numel // self.strips
+
+    def _before(self, position_on_axis: int) -> int:
+        """How many of the matrix's elements stand before a position."""
+        strip, beyond = divmod(max(0, position_on_axis - self.offset_on_axis), self.stride)
+        return min(self.numel, strip * self.strip_numel + min(beyond, self.strip_numel))
+
+    def _position(self, element: int) -> int:
+        strip, beyond = divmod(element, self.strip_numel)
+        return self.offset_on_axis + strip * self.stride + beyond
+
+    def holders(self) -> Sequence[int]:
+        first, last = (self._position(element) // self.shard_numel for element in (0, self.numel - 1))
+        return [rank for rank in range(first, last + 1) if self.numel_on_rank(rank)]
+
+    def numel_on_rank(self, rank: int) -> int:
+        return self._before((rank + 1) * self.shard_numel) - self._before(rank * self.shard_numel)
+
+    def on_rank(self, rank: int) -> tuple[Fragment, ...]:
+        start, stop = (self._before(shard * self.shard_numel) for shard in (rank, rank + 1))
+        found = []
+        while start < stop:
+            whole = (stop - start) // self.strip_numel if start % self.strip_numel == 0 else 0
+            numel = whole * self.strip_numel or min(stop, self.strip_numel * (start // self.strip_numel + 1)) - start
+            offset = self.shard_offset_in_partition + self._position(start) - rank * self.shard_numel
+            found.append(Fragment(rank, start, offset, numel, max(1, whole), self.stride if whole > 1 else 0))
+            start += numel
+        return tuple(found)
+
+    def fragments(self) -> Iterator[Fragment]:
+        for rank in self.holders():
+            yield from self.on_rank(rank)
+
+    def runs(self) -> tuple[Run, ...]:
+        return tuple(Run(rank, rank, self.numel_on_rank(rank)) for rank in self.holders())
+
+
+@dataclass(frozen=True)
 class ListedFragments:
     """Fragments as an engine lists them, in the order of their `offset_in_matrix`; together they are the matrix."""
     listed: tuple[Fragment, ...]
@@ -134,12 +169,14 @@ class Replica:
     numel: int
     offset_in_partition: int
     world_size: int
+    strips: int = 1
+    stride: int = 0
 
     def holders(self) -> range:
         return range(self.world_size)
 
     def on_rank(self, rank: int) -> tuple[Fragment, ...]:
-        return (Fragment(rank, 0, self.offset_in_partition, self.numel), )
+        return (Fragment(rank, 0, self.offset_in_partition, self.numel, self.strips, self.stride), )
 
     def fragments(self) -> Iterator[Fragment]:
         for rank in self.holders():
@@ -149,7 +186,7 @@ class Replica:
         return (Run(0, self.world_size - 1, self.numel), )
 
 
-Placement = Union[UniformCut, ListedFragments, Replica]
+Placement = Union[UniformCut, StridedCut, ListedFragments, Replica]
 
 
 @dataclass(frozen=True)
@@ -175,18 +212,13 @@ class GroupLayout:
         """
         _require(len(matrices) == len(flat_offsets), f"{len(matrices)} matrices but {len(flat_offsets)} offsets")
         end = world_size * partition_numel
-        previous_name, previous_stop = "", 0
-        for offset, matrix in sorted(zip(flat_offsets, matrices), key=lambda pair: pair[0]):
-            stop = offset + matrix.numel
+        spans = [_Span.of(matrix, offset) for offset, matrix in zip(flat_offsets, matrices)]
+        for span in spans:
             _require(
-                0 <= offset and stop <= end, f"{matrix.name} occupies [{offset}, {stop}) of a flat buffer of "
-                f"{end} elements ({world_size} partitions of {partition_numel})")
-            _require(
-                offset >= previous_stop,
-                f"{matrix.name} occupies [{offset}, {stop}), which overlaps {previous_name} up to {previous_stop}")
-            previous_name, previous_stop = matrix.name, stop
-        placements = tuple(
-            UniformCut(offset, matrix.numel, partition_numel, 0) for offset, matrix in zip(flat_offsets, matrices))
+                0 <= span.start and span.stop <= end, f"{span.name} occupies [{span.start}, {span.stop}) of a flat "
+                f"buffer of {end} elements ({world_size} partitions of {partition_numel})")
+        _check_disjoint(spans)
+        placements = tuple(_cut(matrix, offset, partition_numel, 0) for offset, matrix in zip(flat_offsets, matrices))
         return cls(world_size, partition_numel, tuple(matrices), placements)
 
     @classmethod
@@ -215,7 +247,7 @@ class GroupLayout:
         for own, numel, shard_numel, base in zip(parameters, parameter_numels, shard_numels, shard_offsets):
             _check_parameter(own, numel)
             matrices.extend(own)
-            placements.extend(UniformCut(m.offset_in_parameter, m.numel, shard_numel, base) for m in own)
+            placements.extend(_cut(matrix, matrix.offset_in_parameter, shard_numel, base) for matrix in own)
         return cls(world_size, partition_numel, tuple(matrices), tuple(placements))
 
     @classmethod
@@ -228,22 +260,19 @@ class GroupLayout:
         """
         _require(len(matrices) == len(fragments), f"{len(matrices)} matrices but {len(fragments)} fragment lists")
         placements = tuple(ListedFragments(tuple(sorted(own, key=lambda f: f.offset_in_matrix))) for own in fragments)
-        used: dict[int, list[tuple[int, int, str]]] = {}
+        used: dict[int, list[_Span]] = {}
         for matrix, placement in zip(matrices, placements):
             _check_cover(matrix, placement.listed)
             for fragment in placement.listed:
-                start, stop = fragment.offset_in_partition, fragment.offset_in_partition + fragment.numel
+                span = _Span(fragment.offset_in_partition, fragment.numel, fragment.strips, fragment.stride,
+                             matrix.name)
                 _require(
-                    0 <= fragment.rank < world_size and 0 <= start and stop <= partition_numel,
-                    f"{matrix.name}: fragment [{start}, {stop}) on rank {fragment.rank} leaves the partition of "
-                    f"{partition_numel} elements on {world_size} ranks")
-                used.setdefault(fragment.rank, []).append((start, stop, matrix.name))
+                    0 <= fragment.rank < world_size and 0 <= span.start and span.stop <= partition_numel,
+                    f"{matrix.name}: fragment [{span.start}, {span.stop}) on rank {fragment.rank} leaves the "
+                    f"partition of {partition_numel} elements on {world_size} ranks")
+                used.setdefault(fragment.rank, []).append(span)
         for rank, spans in used.items():
-            spans.sort()
-            for (_, stop, name), (start, next_stop, next_name) in zip(spans, spans[1:]):
-                _require(
-                    start >= stop, f"{next_name} occupies [{start}, {next_stop}) of rank {rank}'s partition, which "
-                    f"overlaps {name} up to {stop}")
+            _check_disjoint(spans, f" of rank {rank}'s partition")
         return cls(world_size, partition_numel, tuple(matrices), placements)
 
     @classmethod
@@ -255,7 +284,8 @@ class GroupLayout:
                          world_size=1,
                          partition_numel=partition_numel)
         placements = tuple(
-            Replica(matrix.numel, offset, world_size) for matrix, offset in zip(matrices, offsets_in_partition))
+            Replica(matrix.numel, offset, world_size, matrix.strips, matrix.stride)
+            for matrix, offset in zip(matrices, offsets_in_partition))
         return cls(world_size, partition_numel, whole.matrices, placements, replicated=True)
 
     def straddles(self, index: int) -> bool:
@@ -263,61 +293,64 @@ class GroupLayout:
         return len(self.placements[index].holders()) > 1
 
 
-def matrices_of(name: str,
-                shape: Sequence[int],
-                *,
-                expert_stack: bool = False,
-                parts: Optional[Sequence[int]] = None,
-                transposed: bool = False) -> tuple[Matrix, ...]:
-    """The matrices of a parameter of `shape`, consecutive and covering it.
-
-    2-D: the parameter itself. More dimensions: [out, rest], as a convolution computes, or with `expert_stack` (3-D)
-    one matrix per expert. `parts` are row counts that sum to the rows of the matrix (of each expert): heads of a
-    projection or parts of a fused one become matrices of their own. `transposed` says that the rows are inputs, as
-    transformers' Conv1D stores its weight. A parameter without elements has no matrices.
-
-    Raises ValueError for fewer than 2 dimensions, an expert stack that is not 3-D, and parts that do not fit.
-    """
-    shape = tuple(shape)
-    _require(len(shape) >= 2, f"{name} has shape {shape}: Muon needs a matrix; use Adam for it")
-    _require(not expert_stack or len(shape) == 3, f"{name} is marked as an expert stack but has shape {shape}")
-    stack, rows, rest = (shape[0], shape[1], shape[2:]) if expert_stack else (1, shape[0], shape[1:])
-    cols = 1
-    for size in rest:
-        cols *= size
-    if stack * rows * cols == 0:
-        return ()
-    parts = tuple(parts) if parts else (rows, )
-    _require(
-        sum(parts) == rows and min(parts) > 0,
-        f"{name} has {rows} rows, which do not split into parts of {list(parts)} rows")
-    labelled = stack > 1 or len(parts) > 1
-    matrices: list[Matrix] = []
-    offset = 0
-    for index in range(stack * len(parts)):
-        part_rows = parts[index % len(parts)]
-        fan_out, fan_in = (cols, part_rows) if transposed else (part_rows, cols)
-        label = f"{name}[{index}]" if labelled else name
-        matrices.append(Matrix(label, part_rows, cols, offset, fan_out, fan_in))
-        offset += part_rows * cols
-    return tuple(matrices)
-
-
 def _require(condition: bool, found: str) -> None:
     if not condition:
         raise ValueError(f"Muon layout: {found}")
 
 
+class _Span(NamedTuple):
+    """Elements that a matrix or a fragment occupies: `strips` equal strips, `stride` apart."""
+    start: int
+    numel: int
+    strips: int
+    stride: int
+    name: str
+
+    @classmethod
+    def of(cls, matrix: Matrix, offset: int) -> "_Span":
+        return cls(offset, matrix.numel, matrix.strips, matrix.stride, matrix.name)
+
+    @property
+    def strip_numel(self) -> int:
+        return self.numel // self.strips
+
+    @property
+    def stop(self) -> int:
+        return self.start + (self.strips - 1) * self.stride + self.strip_numel
+
+    def interleaves(self, later: "_Span") -> bool:
+        """Whether the strips of both alternate without touching one another's elements."""
+        strides = {span.stride for span in (self, later) if span.strips > 1}
+        ahead = (later.start - self.start) % max(strides)
+        return len(strides) == 1 and self.strip_numel <= ahead and ahead + later.strip_numel <= max(strides)
+
+
+def _check_disjoint(spans: Sequence[_Span], where: str = "") -> None:
+    """The parts of an interleaved projection overlap as intervals, a few at a time; all others follow one another."""
+    current: list[_Span] = []
+    for span in sorted(spans, key=lambda found: found.start):
+        current = [other for other in current if other.stop > span.start]
+        for other in current:
+            interleaved = max(span.strips, other.strips) > 1 and other.interleaves(span)
+            _require(
+                interleaved, f"{span.name} occupies [{span.start}, {span.stop}){where}, which overlaps {other.name} "
+                f"up to {other.stop}")
+        current.append(span)
+
+
+def _cut(matrix: Matrix, offset_on_axis: int, shard_numel: int, shard_offset_in_partition: int) -> Placement:
+    if matrix.strips == 1:
+        return UniformCut(offset_on_axis, matrix.numel, shard_numel, shard_offset_in_partition)
+    return StridedCut(offset_on_axis, matrix.numel, matrix.strips, matrix.stride, shard_numel,
+                      shard_offset_in_partition)
+
+
 def _check_parameter(matrices: Sequence[Matrix], parameter_numel: int) -> None:
-    stop = 0
-    for matrix in sorted(matrices, key=lambda m: m.offset_in_parameter):
-        start = matrix.offset_in_parameter
-        _require(
-            start >= stop, f"{matrix.name} starts at {start} of its parameter, which overlaps the one before it, "
-            f"up to {stop}")
-        stop = start + matrix.numel
-        _require(stop <= parameter_numel,
-                 f"{matrix.name} occupies [{start}, {stop}) of a parameter of {parameter_numel} elements")
+    spans = [_Span.of(matrix, matrix.offset_in_parameter) for matrix in matrices]
+    _check_disjoint(spans, " of its parameter")
+    for span in spans:
+        _require(span.stop <= parameter_numel,
+                 f"{span.name} occupies [{span.start}, {span.stop}) of a parameter of {parameter_numel} elements")
 
 
 def _check_shards(parameters: Sequence[Sequence[Matrix]], offsets: Sequence[int], numels: Sequence[int],

@@ -12,7 +12,8 @@ import torch
 from deepspeed.runtime.zero.muon import newton_schulz
 from deepspeed.runtime.zero.muon.coefficients import flops, resolve
 from deepspeed.runtime.zero.muon.exchange import Exchange, require_same_on_all_ranks
-from deepspeed.runtime.zero.muon.layout import GroupLayout, Matrix, matrices_of
+from deepspeed.runtime.zero.muon.layout import GroupLayout
+from deepspeed.runtime.zero.muon.matrices import Matrix, matrices_of
 from deepspeed.runtime.zero.muon.options import (ADAM_GROUP_DEFAULTS, DEFAULT_WORKSPACE_MB, MUON_GROUP_DEFAULTS,
                                                  check_muon_group, check_tensor_parallel, check_workspace_mb)
 from deepspeed.runtime.zero.muon.pack import Workspace
@@ -323,11 +324,14 @@ def matrices_of_parameter(name: str, param: torch.Tensor, shape: tuple[int, ...]
     """The matrices of a parameter by the marks it carries: `is_expert_group`, `muon_num_heads`, `muon_parts`,
     `muon_transposed`. `shape` is the layer's, which a partitioned parameter does not have. Raises ValueError where
     the marks do not fit the shape."""
-    num_heads = getattr(param, "muon_num_heads", None)
+    num_heads, parts = getattr(param, "muon_num_heads", None), getattr(param, "muon_parts", None)
+    if num_heads and parts and len(parts) > 1:
+        raise ValueError(f"Muon: {name} is to be taken apart into {num_heads} heads by per_head_muon and into "
+                         f"{len(parts)} parts by fused_params or param.muon_parts; choose one of them")
     return matrices_of(name,
                        shape,
                        expert_stack=getattr(param, "is_expert_group", False),
-                       parts=[shape[0] // num_heads] * num_heads if num_heads else getattr(param, "muon_parts", None),
+                       parts=[shape[0] // num_heads] * num_heads if num_heads else parts,
                        transposed=getattr(param, "muon_transposed", False))
 
 

@@ -30,6 +30,8 @@ OPTIONS: Dict[str, str] = {
     "workspace_mb": "bound in MiB on what a step holds beyond the momentum",
     "adam_params": "list of regular expressions: parameters whose name one of them is found in go to Adam",
     "muon_params": "the same for Muon, where the rules by module would say Adam",
+    "fused_params":
+    "projections to take apart: auto, or regular expressions with the number or the sizes of the parts",
     "tensor_parallel": "exact exchanges the blocks of tensor-parallel ranks, shard orthogonalizes each on its own",
     "muon_report": "false silences the start-up report",
     "per_head_muon": "orthogonalize attention projections head by head",

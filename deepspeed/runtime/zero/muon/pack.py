@@ -8,7 +8,7 @@ from typing import Sequence
 
 import torch
 
-from deepspeed.runtime.zero.muon.plan import Batch, RankRound
+from deepspeed.runtime.zero.muon.plan import Batch, LocalFragment, RankRound
 
 SLOTS = 2
 
@@ -67,6 +67,30 @@ def batch_view(buffers: RoundBuffers, batch: Batch) -> torch.Tensor:
 def slices(buffer: torch.Tensor, offsets: Sequence[int], numels: Sequence[int]) -> list[torch.Tensor]:
     """Views [numel] of a flat buffer."""
     return [buffer.narrow(0, offset, numel) for offset, numel in zip(offsets, numels)]
+
+
+def gather_fragments(flat: torch.Tensor, fragments: Sequence[LocalFragment]) -> list[torch.Tensor]:
+    """[numel] of each fragment of a partition, a contiguous 1-D tensor: a view, or of a fragment in strips a copy.
+
+    A copy, since arithmetic on strips would take other loops than on consecutive elements, with other last bits.
+    """
+    return [
+        flat.narrow(0, fragment.offset_in_partition, fragment.numel) if fragment.strips == 1 else _in_strips(
+            flat, fragment).reshape(-1) for fragment in fragments
+    ]
+
+
+def put_back_copies(flat: torch.Tensor, fragments: Sequence[LocalFragment], gathered: Sequence[torch.Tensor]) -> None:
+    """Write what `gather_fragments` returned back into `flat`, which is needed for copies only."""
+    for fragment, values in zip(fragments, gathered):
+        if fragment.strips > 1:
+            strips = _in_strips(flat, fragment)
+            strips.copy_(values.view(strips.shape))
+
+
+def _in_strips(flat: torch.Tensor, fragment: LocalFragment) -> torch.Tensor:
+    return flat.as_strided((fragment.strips, fragment.numel // fragment.strips), (fragment.stride, 1),
+                           flat.storage_offset() + fragment.offset_in_partition)
 
 
 def copy_received_to_batch(buffers: RoundBuffers, found: RankRound) -> None:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from itertools import accumulate, groupby
 from typing import Iterable, Optional, Sequence
 
-from deepspeed.runtime.zero.muon.layout import GroupLayout, Matrix, Placement
+from deepspeed.runtime.zero.muon.layout import GroupLayout, Placement
+from deepspeed.runtime.zero.muon.matrices import Matrix
 from deepspeed.runtime.zero.muon.owners import assign_owners
 
 FP64_BYTES = 8
@@ -70,13 +71,20 @@ class LocalFragment:
     """A slice of this rank's partition number `partition` and where it stands in a buffer of the round.
 
     `offset_in_buffer` counts elements in the exchange buffer (a fragment sent to another owner) or in the batch buffer
-    (a fragment of a matrix owned here).
+    (a fragment of a matrix owned here). In the partition it may be cut into strips, see layout.Fragment; in a buffer
+    its elements are consecutive.
     """
     matrix: int
     partition: int
     offset_in_partition: int
     numel: int
     offset_in_buffer: int
+    strips: int = 1
+    stride: int = 0
+
+    @property
+    def stop_in_partition(self) -> int:
+        return self.offset_in_partition + (self.strips - 1) * self.stride + self.numel // self.strips
 
 
 @dataclass(frozen=True)
@@ -238,8 +246,8 @@ def rank_plan(plan: Plan, rank: int, partitions: int) -> RankPlan:
     covered: list[list[tuple[int, int]]] = [[] for _ in range(partitions)]
     for found in rounds:
         for fragment in (*found.kept, *found.sent):
-            start = fragment.offset_in_partition
-            covered[fragment.partition].append((start, start + fragment.numel))
+            # Between the strips of a part stand its siblings, so that together they cover all that lies between.
+            covered[fragment.partition].append((fragment.offset_in_partition, fragment.stop_in_partition))
     return RankPlan(plan, rank, rounds, tuple(_merge(spans) for spans in covered))
 
 
@@ -253,27 +261,29 @@ def _rank_round(plan: Plan, found: Round, rank: int) -> RankRound:
             if owner == fragment.rank == rank:
                 kept.append(
                     LocalFragment(index, plan.layout_of[index], fragment.offset_in_partition, fragment.numel,
-                                  batch_offsets[index] + fragment.offset_in_matrix))
+                                  batch_offsets[index] + fragment.offset_in_matrix, fragment.strips, fragment.stride))
             elif owner == rank:
                 incoming.append((fragment.rank, batch_offsets[index] + fragment.offset_in_matrix, fragment.numel))
             else:
-                outgoing.append((owner, index, fragment.offset_in_partition, fragment.numel))
+                outgoing.append((owner, index, fragment))
     # Sorting is stable, so both sides of a pair list its fragments in the order of the round's matrices.
     incoming.sort(key=lambda entry: entry[0])
     outgoing.sort(key=lambda entry: entry[0])
     exchange_offsets = accumulate([0, *(numel for _, _, numel in incoming)])
     received = tuple(
         RemoteFragment(offset, in_batch, numel) for offset, (_, in_batch, numel) in zip(exchange_offsets, incoming))
-    exchange_offsets = accumulate([0, *(numel for _, _, _, numel in outgoing)])
+    exchange_offsets = accumulate([0, *(fragment.numel for _, _, fragment in outgoing)])
     sent = tuple(
-        LocalFragment(index, plan.layout_of[index], offset_in_partition, numel, offset)
-        for offset, (_, index, offset_in_partition, numel) in zip(exchange_offsets, outgoing))
+        LocalFragment(index, plan.layout_of[index], fragment.offset_in_partition, fragment.numel, offset,
+                      fragment.strips, fragment.stride)
+        for offset, (_, index, fragment) in zip(exchange_offsets, outgoing))
     return RankRound(exchanged=found.exchanged,
                      kept=tuple(kept),
                      sent=sent,
                      received=received,
-                     send_splits=_splits(plan.world_size, ((entry[0], entry[-1]) for entry in outgoing)),
-                     recv_splits=_splits(plan.world_size, ((entry[0], entry[-1]) for entry in incoming)),
+                     send_splits=_splits(plan.world_size,
+                                         ((owner, fragment.numel) for owner, _, fragment in outgoing)),
+                     recv_splits=_splits(plan.world_size, ((source, numel) for source, _, numel in incoming)),
                      batches=tuple(_batches(plan.matrices, owned)),
                      batch_numel=sum(plan.matrices[index].numel for index in owned))
 
@@ -300,8 +310,9 @@ def _shape(matrix: Matrix) -> tuple[int, int, int]:
 def _merge(spans: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     merged: list[tuple[int, int]] = []
     for start, stop in sorted(spans):
-        if merged and merged[-1][1] == start:
-            start = merged.pop()[0]
+        if merged and merged[-1][1] >= start:
+            before = merged.pop()
+            start, stop = before[0], max(before[1], stop)
         merged.append((start, stop))
     return tuple(merged)
 

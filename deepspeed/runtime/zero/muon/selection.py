@@ -7,12 +7,15 @@ Muon is for the weights of products in hidden layers. A table that is looked up,
 state matrix is no such weight, whatever its shape; orthogonalizing it trains, but badly, and nothing shows it.
 """
 
+import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Iterable, Mapping, Optional, Sequence
 
 import torch
 from torch import nn
+
+from deepspeed.runtime.zero.muon.fused import FUSED_KEY, parts_of_experts, take_apart
 
 BY_PARAMETER = "param.use_muon, set by the user"
 BY_MUON_PATTERN = "muon_params"
@@ -30,7 +33,7 @@ _STOCK_NAMES = ("embed", "lm_head")
 
 @dataclass(frozen=True)
 class Choice:
-    """What becomes of a parameter, and by which rule. `parts` are row counts of the matrices that it is made of."""
+    """What becomes of a parameter, and by which rule. `parts` are numbers of outputs, see matrices.matrices_of."""
     use_muon: bool
     rule: str
     expert_stack: bool = False
@@ -50,13 +53,11 @@ def tag_parameters(model: nn.Module, options: Mapping[str, Any]) -> dict[str, Ch
     for name, param in model.named_parameters():
         choice = choices[name]
         param.use_muon = choice.use_muon
-        # Tells a later call that the mark is not the user's.
+        param.muon_parts = choice.parts
+        # Tells a later call that the marks are not the user's.
         param.muon_rule = choice.rule
         if choice.expert_stack:
             param.is_expert_group = True
-        # A user may set the row counts of the parts of a fused projection beforehand.
-        if getattr(param, "muon_parts", None) is None:
-            param.muon_parts = choice.parts
         param.muon_transposed = choice.transposed
     return choices
 
@@ -81,7 +82,28 @@ def choose(model: nn.Module, options: Mapping[str, Any]) -> dict[str, Choice]:
         if own is not None and getattr(param, "muon_rule", BY_PARAMETER) == BY_PARAMETER:
             choice = _with_muon(choice, name, param, BY_PARAMETER) if own else Choice(False, BY_PARAMETER)
         choices[name] = choice
+    _take_apart(model, choices, options)
     return choices
+
+
+def _take_apart(model: nn.Module, choices: dict[str, Choice], options: Mapping[str, Any]) -> None:
+    """Into `choices` goes of which parts fused projections are made: the user's mark first, then `fused_params`."""
+    sizes = {}
+    for name, param in model.named_parameters():
+        choice = choices[name]
+        own = None if hasattr(param, "muon_rule") else getattr(param, "muon_parts", None)
+        if choice.use_muon and own:
+            choices[name] = replace(choice, parts=tuple(own), rule=f"{choice.rule}, {len(own)} parts by muon_parts")
+        elif choice.use_muon:
+            sizes[name] = _sizes(layer_shape(param), choice)
+    for name, (parts, said) in take_apart(model, options.get(FUSED_KEY), sizes).items():
+        choices[name] = replace(choices[name], parts=parts, rule=f"{choices[name].rule}, {said}")
+
+
+def _sizes(shape: tuple[int, ...], choice: Choice) -> tuple[int, int]:
+    """(outputs, inputs) of the matrix, or of each expert's."""
+    rows, *rest = shape[1:] if choice.expert_stack else shape
+    return (math.prod(rest), rows) if choice.transposed else (rows, math.prod(rest))
 
 
 def layer_shape(param: torch.Tensor) -> tuple[int, ...]:
@@ -144,7 +166,9 @@ def _by_rules(name: str, param: torch.Tensor, owners: Sequence[tuple[str, str, n
     path, attribute, module = owners[0]
     leaf = path.rpartition(".")[2]
     if getattr(param, "is_expert_group", False) or _is_expert_stack(shape, module):
-        return Choice(True, "expert stack", expert_stack=len(shape) == 3, parts=_fused_parts(attribute, shape))
+        transposed, parts = parts_of_experts(attribute, shape, module)
+        rule = "expert stack, gate and up apart" if parts else "expert stack"
+        return Choice(True, rule, expert_stack=len(shape) == 3, transposed=transposed, parts=parts)
     # Outside the numbered layers these names are the model's last layer.
     if leaf in _HEADS and not any(part.isdigit() for part in path.split(".")):
         return Choice(False, "output head")
@@ -172,10 +196,3 @@ def _by_module(attribute: str, shape: tuple[int, ...], module: nn.Module) -> Cho
 
 def _is_expert_stack(shape: tuple[int, ...], module: nn.Module) -> bool:
     return len(shape) == 3 and "expert" in type(module).__name__.lower()
-
-
-def _fused_parts(attribute: str, shape: tuple[int, ...]) -> Optional[tuple[int, ...]]:
-    """Gate and up projection of experts stand in one tensor [experts, 2 * width, hidden]; they are two matrices."""
-    if len(shape) == 3 and "gate_up" in attribute and shape[1] % 2 == 0:
-        return (shape[1] // 2, shape[1] // 2)
-    return None

@@ -13,7 +13,8 @@ from deepspeed.runtime.zero.muon import newton_schulz, update
 from deepspeed.runtime.zero.muon.coefficients import Triple
 from deepspeed.runtime.zero.muon.exchange import Exchange, Handle, run_rounds
 from deepspeed.runtime.zero.muon.pack import (RoundBuffers, Workspace, batch_view, copy_batch_to_received,
-                                              copy_received_to_batch, round_buffers, slices)
+                                              copy_received_to_batch, gather_fragments, put_back_copies, round_buffers,
+                                              slices)
 from deepspeed.runtime.zero.muon.plan import LocalFragment, RankPlan
 
 
@@ -46,7 +47,7 @@ class _Part:
     """Local fragments of one round that lie in one partition: where they are there, and in the round's buffer."""
     partition: int
     matrices: tuple[int, ...]
-    offsets: tuple[int, ...]
+    fragments: tuple[LocalFragment, ...]
     numels: tuple[int, ...]
     offsets_in_buffer: tuple[int, ...]
 
@@ -112,8 +113,8 @@ class MuonStep:
     def _blend(self, part: _Part) -> list[torch.Tensor]:
         """fp32 blends of a part; not to be written to (they may be the momentum itself)."""
         partition = self._partitions[part.partition]
-        return update.blend(slices(partition.momentum, part.offsets, part.numels),
-                            slices(partition.grad, part.offsets, part.numels),
+        return update.blend(gather_fragments(partition.momentum, part.fragments),
+                            gather_fragments(partition.grad, part.fragments),
                             beta=partition.beta,
                             nesterov=partition.nesterov)
 
@@ -133,10 +134,12 @@ class MuonStep:
                 partition.lr * update.lr_scale(matrices[index].fan_out, matrices[index].fan_in, partition.adjust_lr_fn)
                 for index in part.matrices
             ]
-            update.step_weights_(slices(partition.weight, part.offsets, part.numels),
+            weights = gather_fragments(partition.weight, part.fragments)
+            update.step_weights_(weights,
                                  slices(buffer, part.offsets_in_buffer, part.numels),
                                  factors,
                                  decay=1 - partition.lr * partition.weight_decay)
+            put_back_copies(partition.weight, part.fragments, weights)
 
     def _buffers(self, index: int) -> RoundBuffers:
         return round_buffers(self.workspace, self.plan.rounds[index], index, self.kernel.dtype)
@@ -186,7 +189,7 @@ def _parts(fragments: Sequence[LocalFragment]) -> tuple[_Part, ...]:
     return tuple(
         _Part(partition=partition,
               matrices=tuple(fragment.matrix for fragment in own),
-              offsets=tuple(fragment.offset_in_partition for fragment in own),
+              fragments=tuple(own),
               numels=tuple(fragment.numel for fragment in own),
               offsets_in_buffer=tuple(fragment.offset_in_buffer for fragment in own))
         for partition, own in by_partition.items())

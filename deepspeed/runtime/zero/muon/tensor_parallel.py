@@ -11,7 +11,8 @@ right.
 from dataclasses import dataclass, replace
 from typing import Optional, Sequence
 
-from deepspeed.runtime.zero.muon.layout import Fragment, GroupLayout, Matrix
+from deepspeed.runtime.zero.muon.layout import Fragment, GroupLayout
+from deepspeed.runtime.zero.muon.matrices import Matrix
 
 CUT_ROWS = 0
 CUT_COLUMNS = 1

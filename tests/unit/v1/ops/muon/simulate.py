@@ -10,7 +10,7 @@ from typing import Any, Callable, Optional, Sequence
 import torch
 
 from deepspeed.runtime.zero.muon.coefficients import flops, resolve
-from deepspeed.runtime.zero.muon.layout import GroupLayout
+from deepspeed.runtime.zero.muon.layout import Fragment, GroupLayout
 from deepspeed.runtime.zero.muon.pack import Workspace
 from deepspeed.runtime.zero.muon.plan import Plan, build_plan, rank_plan
 from deepspeed.runtime.zero.muon.step import Kernel, MuonStep, Partition
@@ -98,13 +98,18 @@ def plan_for(layouts: Sequence[GroupLayout], kernel: Kernel = KERNEL, round_nume
     return build_plan(layouts, costs=costs, itemsize=itemsize, round_numel=round_numel)
 
 
+def in_partition(partition: torch.Tensor, f: Fragment) -> torch.Tensor:
+    """A fragment's elements, [strips, elements of a strip], a view."""
+    return partition.as_strided((f.strips, f.numel // f.strips), (f.stride, 1), f.offset_in_partition)
+
+
 def scatter(layout: GroupLayout, index_values: Sequence[torch.Tensor], rank: int) -> torch.Tensor:
     """A rank's partition with the values of whole matrices put where the layout says; padding zero."""
     partition = torch.zeros(layout.partition_numel)
     for placement, values in zip(layout.placements, index_values):
         for f in placement.on_rank(rank):
-            partition[f.offset_in_partition:f.offset_in_partition +
-                      f.numel] = values.flatten()[f.offset_in_matrix:f.offset_in_matrix + f.numel]
+            place = in_partition(partition, f)
+            place.copy_(values.flatten()[f.offset_in_matrix:f.offset_in_matrix + f.numel].view(place.shape))
     return partition
 
 
@@ -114,8 +119,7 @@ def gather(layout: GroupLayout, partitions: Sequence[torch.Tensor]) -> list[torc
     for matrix, placement in zip(layout.matrices, layout.placements):
         whole = torch.full((matrix.numel, ), float("nan"))
         for f in placement.fragments():
-            whole[f.offset_in_matrix:f.offset_in_matrix +
-                  f.numel] = partitions[f.rank][f.offset_in_partition:f.offset_in_partition + f.numel]
+            whole[f.offset_in_matrix:f.offset_in_matrix + f.numel] = in_partition(partitions[f.rank], f).flatten()
         found.append(whole.view(matrix.rows, matrix.cols))
     return found
 

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed.runtime.zero.muon.layout import Fragment, GroupLayout, Matrix, matrices_of
+from deepspeed.runtime.zero.muon.layout import Fragment, GroupLayout
+from deepspeed.runtime.zero.muon.matrices import Matrix, matrices_of
 from unit.v1.ops.muon.simulate import gather, scatter
 
 SHAPES = st.tuples(st.integers(1, 300), st.integers(1, 40)) | st.tuples(st.integers(1, 7), st.integers(1, 300))
@@ -186,7 +187,7 @@ class TestMatricesOf:
     @pytest.mark.parametrize("shape, options, found", [
         ((5, ), {}, r"w has shape \(5,\)"),
         ((2, 3), dict(expert_stack=True), "marked as an expert stack"),
-        ((6, 3), dict(parts=[4, 3]), r"w has 6 rows, which do not split into parts of \[4, 3\]"),
+        ((6, 3), dict(parts=[4, 3]), r"w has 6 outputs, which do not split into parts of \[4, 3\]"),
         ((6, 3), dict(parts=[6, 0]), "do not split"),
     ])
     def test_refused(self, shape, options, found):

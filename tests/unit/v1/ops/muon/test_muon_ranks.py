@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import deepspeed.comm as dist
-from deepspeed.runtime.zero.muon.layout import GroupLayout, matrices_of
+from deepspeed.runtime.zero.muon.layout import GroupLayout
+from deepspeed.runtime.zero.muon.matrices import matrices_of
 from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 from unit.common import DistributedTest
 from unit.v1.ops.muon.simulate import gather, scatter

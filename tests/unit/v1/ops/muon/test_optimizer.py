@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from deepspeed.runtime.zero.muon import original_muon
-from deepspeed.runtime.zero.muon.layout import GroupLayout, matrices_of
+from deepspeed.runtime.zero.muon.layout import GroupLayout
+from deepspeed.runtime.zero.muon.matrices import matrices_of
 from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 from unit.v1.ops.muon.oracle import MuonOracle, newton_schulz
 

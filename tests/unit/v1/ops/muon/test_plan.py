@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed.runtime.zero.muon.coefficients import resolve
-from deepspeed.runtime.zero.muon.layout import GroupLayout, Replica, matrices_of
+from deepspeed.runtime.zero.muon.layout import GroupLayout, Replica
+from deepspeed.runtime.zero.muon.matrices import matrices_of
 from deepspeed.runtime.zero.muon.owners import assign_owners
 from deepspeed.runtime.zero.muon.plan import build_plan, max_over_mean, rank_plan
 from deepspeed.runtime.zero.muon.step import Kernel

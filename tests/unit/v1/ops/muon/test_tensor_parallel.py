@@ -8,7 +8,8 @@ import torch
 
 import deepspeed
 import deepspeed.comm as dist
-from deepspeed.runtime.zero.muon.layout import GroupLayout, Matrix
+from deepspeed.runtime.zero.muon.layout import GroupLayout
+from deepspeed.runtime.zero.muon.matrices import Matrix
 from deepspeed.runtime.zero.muon.tensor_parallel import CUT_COLUMNS, CUT_ROWS, TensorShard, join
 from deepspeed.utils import groups
 from unit.common import DistributedTest
