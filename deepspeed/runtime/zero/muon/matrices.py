@@ -44,9 +44,9 @@ def matrices_of(name: str,
     2-D: the parameter itself. More dimensions: [out, rest], as a convolution computes, or with `expert_stack` (3-D)
     one matrix per expert. `transposed` says that the rows are inputs and the columns outputs, as transformers' Conv1D
     and some expert stacks store their weights. `parts` are numbers of outputs, of the heads of a projection or of what
-    is fused in it: each becomes a matrix of its own. Where their sum divides the outputs, they follow one another again
-    and again (query, key and value of head after head), and a matrix is all that has the same place. A parameter
-    without elements has no matrices.
+    is fused in it: each becomes a matrix of its own. Where their sum divides the outputs, they follow one another
+    again and again (query, key and value of head after head), and a matrix is all that has the same place. A
+    parameter without elements has no matrices.
 
     Raises ValueError for fewer than 2 dimensions, an expert stack that is not 3-D, and parts that do not fit.
     """

@@ -52,6 +52,7 @@ def train_and_check(world_size, engine, dtype, per_head, **sections):
 class TestPerHeadMuon(DistributedTest):
     world_size = [1, 2, 3]
 
+    @pytest.mark.support(feature="heads (`per_head_muon`)", state="exact")
     @pytest.mark.parametrize("engine, dtype", EVERY_ENGINE)
     def test_each_head_is_a_matrix(self, engine, dtype):
         per_head, start = train_and_check(self.world_size, engine, dtype, True)

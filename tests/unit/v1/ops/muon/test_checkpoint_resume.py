@@ -106,6 +106,7 @@ def break_step(engine: Any) -> None:
 
 
 @pytest.mark.parametrize("world_size, engine, dtype, sections", CASES)
+@pytest.mark.support(feature="checkpoints: resume", state="exact")
 class TestResume(DistributedTest):
 
     def test(self, tmpdir, world_size, engine, dtype, sections):
@@ -186,6 +187,7 @@ class TestOneState(DistributedTest):
         assert torch.equal(own, value[:own.numel()])
         trained.destroy()
 
+    @pytest.mark.support(feature="offload_states and reload_states", state="exact")
     @pytest.mark.parametrize("engine", ["zero1", "zero2", "zero3"])
     def test_offload_and_reload(self, engine):
         trained = saving.made(engine)

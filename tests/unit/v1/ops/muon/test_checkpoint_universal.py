@@ -94,6 +94,7 @@ def assert_continues(folder: str, target: str, expected: Tuple[List[float], cont
 
 
 @pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.support(feature="universal checkpoints: another number of ranks", state="exact")
 class TestReshape(DistributedTest):
     world_size = [1, 2, 3, 4]
 

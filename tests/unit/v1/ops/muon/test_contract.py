@@ -3,7 +3,7 @@
 # DeepSpeed Team
 """The contract, run by every engine: the same weights, momenta and norms, whatever holds the slices."""
 
-from typing import Iterator, Tuple
+from typing import Any, Iterator
 
 import pytest
 import torch
@@ -16,6 +16,8 @@ from unit.v1.ops.muon.contract import BETA, MUON_LR, SHAPES, WEIGHT_DECAY, Gradi
 STEPS = 3
 MUON = contract.muon_names(SHAPES)
 
+OFFLOAD = pytest.mark.support(feature="CPU offload of the optimizer", state="exact")
+
 # Every engine and dtype sees all six, two for each number of ranks.
 GAS_AND_CLIP = {
     1: [(1, "active"), (4, "off")],
@@ -26,13 +28,14 @@ GAS_AND_CLIP = {
 IN_FULL = [("bf16_optimizer", "bf16"), ("zero1", "bf16"), ("zero2", "fp32"), ("zero3", "bf16")]
 
 
-def cases() -> Iterator[Tuple[int, str, str, int, str]]:
+def cases() -> Iterator[Any]:
     for world_size, pairs in GAS_AND_CLIP.items():
         for engine in contract.ENGINES:
             for dtype in ["bf16"] if engine == "bf16_optimizer" else contract.DTYPES:
                 every = [(gas, clip) for gas in (1, 4) for clip in ("off", "active", "inactive")]
                 for gas, clip in every if world_size == 2 and (engine, dtype) in IN_FULL else pairs:
-                    yield world_size, engine, dtype, gas, clip
+                    marks = [OFFLOAD] if engine.endswith("offload") else []
+                    yield pytest.param(world_size, engine, dtype, gas, clip, marks=marks)
 
 
 class Alone:
@@ -65,7 +68,8 @@ class Alone:
             assert torch.equal(momenta[name], self.optimizer.state[parameter][contract.MOMENTUM]), name
 
 
-@pytest.mark.parametrize("world_size, engine, dtype, gas, clip", cases())
+@pytest.mark.parametrize("world_size, engine, dtype, gas, clip", list(cases()))
+@pytest.mark.support(feature="weights in {dtype}, gradient accumulation, clipping", state="exact")
 class TestContract(DistributedTest):
 
     def test(self, world_size, engine, dtype, gas, clip):

@@ -38,6 +38,7 @@ def users_muon(model):
     ])
 
 
+@pytest.mark.support(feature="a MuonWithAuxAdam of the user's (`optimizer=`)", state="exact")
 class TestUsersMuon(DistributedTest):
     """`MuonWithAuxAdam` given as `optimizer=`: group flags count, in every engine."""
     world_size = [1, 2]
@@ -74,6 +75,7 @@ class TestUsersMuon(DistributedTest):
 class TestRefused(DistributedTest):
     world_size = 2
 
+    @pytest.mark.support(feature="torch.optim.Muon (`optimizer=`)", state="refused")
     @zero_engines
     def test_muon_of_torch(self, engine, dtype):
         model = torch.nn.Linear(5, 3, bias=False)
@@ -127,6 +129,7 @@ class TensorParallel:
 class TestTensorParallel(DistributedTest):
     world_size = 2
 
+    @pytest.mark.support(feature="tensor parallelism along an unknown dimension", state="refused")
     @zero_engines
     def test_shards_of_which_nothing_is_known_are_refused(self, engine, dtype):
         model = ProductModel(SHAPES)

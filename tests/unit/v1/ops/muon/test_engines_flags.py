@@ -129,6 +129,7 @@ def train_and_check(world_size, engine, dtype, **sections):
 class TestZero1And2(DistributedTest):
     world_size = [2, 3]
 
+    @pytest.mark.support(feature="reduce_scatter, overlap_comm, contiguous_gradients, round robin and other flags", state="exact")
     @pytest.mark.parametrize("flags", ZERO_1_2, ids=names_of)
     @pytest.mark.parametrize("engine, dtype", [("zero1", "bf16"), ("zero2", "bf16")])
     def test(self, engine, dtype, flags):
@@ -142,12 +143,14 @@ class TestZero1And2(DistributedTest):
 class TestZero3(DistributedTest):
     world_size = [2, 3]
 
+    @pytest.mark.support(feature="reduce_scatter, overlap_comm, contiguous_gradients, round robin and other flags", state="exact")
     @pytest.mark.parametrize("flags", ZERO_3, ids=names_of)
     @pytest.mark.parametrize("engine, dtype", [("zero3", "fp32"), ("zero3", "bf16"), ("zero3_offload", "bf16")])
     def test(self, engine, dtype, flags):
         train_and_check(self.world_size, engine, dtype, zero_optimization=flags).destroy()
 
 
+@pytest.mark.support(feature="immediate_grad_update", state="exact", engine="BF16_Optimizer")
 class TestBF16Optimizer(DistributedTest):
     world_size = [2, 3]
 

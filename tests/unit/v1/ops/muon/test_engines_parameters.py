@@ -43,12 +43,14 @@ def train_and_check(engine, dtype, shapes, *, gas=1, unused=lambda *where: False
 class TestShapes(DistributedTest):
     world_size = 2
 
+    @pytest.mark.support(feature="convolutions", state="exact")
     @every_engine
     def test_convolutions(self, engine, dtype):
         """[out, in, height, width] and one dimension more are [out, rest]."""
         shapes = {"conv2d.weight": (9, 5, 3, 3), "conv3d.weight": (5, 3, 1, 3, 3), "linear.weight": (7, 5)}
         train_and_check(engine, dtype, shapes).destroy()
 
+    @pytest.mark.support(feature="expert stacks", state="exact")
     @every_engine
     def test_each_expert_of_a_stack(self, engine, dtype):
         shapes = {"experts.up.weight": (3, 8, 5), "experts.down.weight": (3, 5, 9), "linear.weight": (7, 5)}
@@ -56,6 +58,7 @@ class TestShapes(DistributedTest):
         contract.equal("orthogonalizations", contract.over_ranks(trained.basic_optimizer.orthogonalizations), 3 * 7)
         trained.destroy()
 
+    @pytest.mark.support(feature="empty parameters", state="exact")
     @every_engine
     def test_empty(self, engine, dtype):
         shapes = {**SHAPES, "no_rows.weight": (0, 5), "no_columns.weight": (5, 0), "nothing.weight": (0, )}
@@ -89,6 +92,7 @@ class TestFewerElementsThanRanks(DistributedTest):
 class TestUse(DistributedTest):
     world_size = [1, 2]
 
+    @pytest.mark.support(feature="frozen parameters", state="exact")
     @every_engine
     def test_frozen(self, engine, dtype):
         frozen = ("layers.1.weight", "norm.weight")
@@ -163,6 +167,7 @@ class TestGroups(DistributedTest):
     """Each param group keeps its own options, in every engine."""
     world_size = 2
 
+    @pytest.mark.support(feature="param groups with options of their own", state="exact")
     @every_engine
     def test_momentum_method_and_rate(self, engine, dtype):
         first = ["layers.0.weight", "layers.1.weight", "norm.weight"]
@@ -199,6 +204,7 @@ class TestGroups(DistributedTest):
         trained.destroy()
 
 
+@pytest.mark.support(feature="zero.Init", state="exact")
 class TestZeroInit(DistributedTest):
     """Parameters that are cut before the engine sees them, whose own shapes say nothing."""
     world_size = [2, 3]

@@ -55,6 +55,7 @@ def reference_step(model, step, replicas):
 
 @pytest.mark.parametrize("accumulation", ["fp32", "bf16"])
 @pytest.mark.parametrize("clip", [0.0, 0.05])
+@pytest.mark.support(feature="pipeline parallelism", state="exact", engine="BF16_Optimizer")
 class TestBF16Optimizer(DistributedTest):
     """Stage 1 accumulates in fp32; stage 0 with bf16 has this wrapper only under a pipeline."""
     world_size = [2, 4]

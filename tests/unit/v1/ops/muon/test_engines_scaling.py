@@ -33,6 +33,7 @@ def train_fp16(engine, steps, gas, clip, fp16):
 
 @pytest.mark.parametrize("clip", [0.0, 0.5])
 @pytest.mark.parametrize("engine", FP16_ENGINES)
+@pytest.mark.support(feature="fp16 loss scaling, fixed and dynamic", state="exact")
 class TestLossScale(DistributedTest):
     world_size = 2
 
@@ -61,6 +62,7 @@ def nothing_changed(engine, before):
                                                                                            ("zero1", "bf16"),
                                                                                            ("zero2", "bf16"),
                                                                                            ("zero3", "bf16")])
+@pytest.mark.support(feature="steps that are discarded", state="exact")
 class TestOverflow(DistributedTest):
     """One rank has an infinity in one micro-batch: the step is discarded on all ranks and leaves no trace."""
     world_size = [1, 3]
@@ -129,6 +131,7 @@ def autocast(dtype):
 
 
 @pytest.mark.parametrize("engine", ["zero1", "zero2", "zero3"])
+@pytest.mark.support(feature="torch autocast", state="exact")
 class TestTorchAutocast(DistributedTest):
     """fp16 puts a GradScaler between the engine and the optimizer."""
     world_size = 2
