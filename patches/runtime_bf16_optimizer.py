@@ -49,4 +49,16 @@ EDITS = [
            anchor="state_dict[DS_VERSION] = version",
            code="state_dict['zero_stage'] = 1",
            why="zero_to_fp32.py did not take these files for checkpoints of ZeRO, with any optimizer."),
+    Edit("replace",
+         scope="BF16_Optimizer.__init__",
+         anchor="self.mpu = mpu",
+         code="""
+             # Ranks of a sequence hold whole parameters: to the norm they are data-parallel, not tensor-parallel.
+             self.mpu = None if hasattr(mpu, "initialize_sequence_parallel") else mpu
+         """,
+         why="With sequence parallelism it took the ranks of a sequence for tensor ranks and failed in the norm, with "
+         "any optimizer.",
+         engine="BF16_Optimizer",
+         drop_when="upstream has this fix",
+         series="bf16_optimizer"),
 ]

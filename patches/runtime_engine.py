@@ -31,6 +31,7 @@ EDITS = [
              code="""
                  # First in the branch: what follows takes keys out of the dict and drops those that it does not know.
                  muon_options.check_optimizer_params(optimizer_parameters, model_parameters)
+                 muon_engines.refuse_features(self)
              """,
              why="A mistyped key of the Muon optimizer trained with the default value and nothing said so."),
     _package("insert_after",
@@ -68,10 +69,7 @@ EDITS = [
              why="Most reports of a Muon that does not work are of a Muon that was not on."),
     _package("prepend",
              scope=f"{ENGINE}._do_optimizer_sanity_check",
-             code="""
-                 if self.zero_optimization():
-                     muon_engines.refuse_unsupported(basic_optimizer)
-             """,
+             code="muon_engines.refuse_unsupported(self, basic_optimizer)",
              why="torch.optim.Muon failed at the first step, on a flat partition, without saying what to use."),
     Edit("insert_after",
          scope=f"{ENGINE}.backward",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 
 # DeepSpeed Team
-"""docs/support.md from a run of the tests: what a passed test with the mark `support` shows, and nothing else.
+"""docs/support.md from a run of the tests: what a passed test with the mark `support` shows, nothing else.
 
 `--support=FILE` writes the table, `--support-check=FILE` fails the run where the file says something else. Both are for
 runs of the whole suite: a row whose tests did not run is not in the table.
@@ -19,16 +19,21 @@ ALL = "all"
 _LABELS = {
     "stage0": "stage 0",
     "bf16_optimizer": "BF16_Optimizer",
-    **{f"zero{stage}{kind}": f"ZeRO-{stage}"
-       for stage in (1, 2, 3) for kind in ("", "_offload")},
-    **{stage: f"ZeRO-{stage}"
-       for stage in (1, 2, 3)},
+    **{
+        f"zero{stage}{kind}": f"ZeRO-{stage}"
+        for stage in (1, 2, 3)
+        for kind in ("", "_offload")
+    },
+    **{
+        stage: f"ZeRO-{stage}"
+        for stage in (1, 2, 3)
+    },
     0: "stage 0",
 }
 _PROPERTY = "support"
-_HEAD = """<!-- Written by `make test ARGS=--support=docs/support.md`. Do not edit: the next run of the tests would refuse it. -->
+_HEAD = """# What works
 
-# What works
+Written by `make test ARGS=--support=docs/support.md`; the next run of the tests refuses what is edited by hand.
 
 Each cell was shown by a test of the last run, which is named in its row; a cell without a test is empty. *Exact* means
 the weights of the unsharded optimizer, up to the rounding of the gradient reduction. *Refused* means that

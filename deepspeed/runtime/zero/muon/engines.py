@@ -36,9 +36,29 @@ def is_muon_group(optimizer: torch.optim.Optimizer, index: int) -> bool:
     return is_muon(optimizer) and optimizer.param_groups[index]["use_muon"]
 
 
-def refuse_unsupported(optimizer: Any) -> None:
-    """Raises ValueError for an optimizer that cannot work on partitions: torch's own Muon sees them as vectors."""
-    if any(base.__name__ == "Muon" and base.__module__.startswith("torch.optim") for base in type(optimizer).__mro__):
+def refuse_features(engine: Any) -> None:
+    """Raises ValueError for a feature of the config under which Muon would be another optimizer, or none."""
+    offload = engine.zero_offload_optimizer()
+    found = {
+        "zero_optimization.offload_optimizer.super_offload":
+        (bool(getattr(offload, "super_offload", False)), "it steps in a process of its own, with Adam only"),
+        "zero_optimization.zenflow": (engine.zenflow, "it steps chosen columns before the others, and Muon needs "
+                                      "whole matrices"),
+        "compile.deepcompile": (engine.is_deepcompile_enabled(), "what it does to gradients has not been checked with "
+                                "Muon"),
+    }
+    for key, (enabled, reason) in found.items():
+        if enabled:
+            raise ValueError(f"Muon: {key} is on, but {reason}. Remove it from the config, or use another optimizer.")
+
+
+def refuse_unsupported(engine: Any, optimizer: Any) -> None:
+    """Raises ValueError for an optimizer that cannot work on partitions, and for Muon under what it cannot work with:
+    torch's own Muon sees partitions as vectors."""
+    if is_muon(optimizer):
+        refuse_features(engine)
+    if engine.zero_optimization() and any(base.__name__ == "Muon" and base.__module__.startswith("torch.optim")
+                                          for base in type(optimizer).__mro__):
         raise ValueError(
             "torch.optim.Muon needs whole 2-D matrices and fails on the flat partitions of DeepSpeed's "
             "optimizers. Use \"optimizer\": {\"type\": \"Muon\", \"params\": {...}} in ds_config.json, or "

@@ -12,6 +12,8 @@ from unit.v1.ops.muon import contract
 from unit.v1.ops.muon.contract import SHAPES, Gradients, ProductModel, Reference
 
 MUON = contract.muon_names(SHAPES)
+FLAGS = pytest.mark.support(feature="`reduce_scatter`, `overlap_comm`, `round_robin_gradients` and other flags",
+                            state="exact")
 
 ZERO_1_2 = [
     {
@@ -129,7 +131,7 @@ def train_and_check(world_size, engine, dtype, **sections):
 class TestZero1And2(DistributedTest):
     world_size = [2, 3]
 
-    @pytest.mark.support(feature="reduce_scatter, overlap_comm, contiguous_gradients, round robin and other flags", state="exact")
+    @FLAGS
     @pytest.mark.parametrize("flags", ZERO_1_2, ids=names_of)
     @pytest.mark.parametrize("engine, dtype", [("zero1", "bf16"), ("zero2", "bf16")])
     def test(self, engine, dtype, flags):
@@ -143,7 +145,7 @@ class TestZero1And2(DistributedTest):
 class TestZero3(DistributedTest):
     world_size = [2, 3]
 
-    @pytest.mark.support(feature="reduce_scatter, overlap_comm, contiguous_gradients, round robin and other flags", state="exact")
+    @FLAGS
     @pytest.mark.parametrize("flags", ZERO_3, ids=names_of)
     @pytest.mark.parametrize("engine, dtype", [("zero3", "fp32"), ("zero3", "bf16"), ("zero3_offload", "bf16")])
     def test(self, engine, dtype, flags):
