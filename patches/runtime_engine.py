@@ -54,6 +54,22 @@ EDITS = [
                  optimizer.configure(optimizer_parameters, self.zero_reduce_bucket_size())
              """,
              why="Muon's buffers stay below the user's bound, and below the buckets that the engine itself makes."),
+    _package("replace",
+             scope=f"{ENGINE}._configure_basic_optimizer",
+             anchor="if self.has_moe_layers:",
+             code="""
+                 if self.has_moe_layers:
+                     param_groups = muon_engines.split_experts(param_groups)
+             """,
+             why="Experts of groups of one name were put together, with the options of the last."),
+    Edit("replace_expression",
+         scope=f"{ENGINE}._configure_optimizer",
+         anchor="configure_moe_param_groups(model_parameters)",
+         code="configure_moe_param_groups(muon_engines.with_names(model_parameters))",
+         why="Param groups without a name were a KeyError where there are experts, with any optimizer.",
+         engine="all",
+         drop_when="upstream takes param groups without a name",
+         series="engine"),
     Edit("insert_before",
          scope=f"{ENGINE}._configure_optimizer",
          anchor="self._configure_autoep_folding_optimizer_gradient_reduction()",
@@ -62,7 +78,8 @@ EDITS = [
          engine="stage 0",
          drop_when="upstream has taken the package",
          series="stage_0"),
-    _package("insert_before",
+    # After bind_stage_0: what is said about the cost comes from the layouts.
+    _package("insert_after",
              scope=f"{ENGINE}._configure_optimizer",
              anchor="self._configure_autoep_folding_optimizer_gradient_reduction()",
              code="muon_engines.report_at_start(self)",
@@ -78,6 +95,17 @@ EDITS = [
          why="Nothing scaled the loss in stage 0 with fp16, but step() divided the gradients by the scale.",
          engine="stage 0, fp16",
          drop_when="upstream's engine scales the loss of stage 0",
+         series="stage_0"),
+    Edit("prepend",
+         scope=f"{ENGINE}.clip_fp32_gradients",
+         code="""
+             if self.has_moe_layers:
+                 muon_engines.clip_with_experts(self)
+                 return
+         """,
+         why="The norm was the mean of what ranks with different experts found, with any optimizer.",
+         engine="stage 0, fp32",
+         drop_when="upstream clips by the norm of all experts",
          series="stage_0"),
     _load("replace_expression",
           anchor="not load_optimizer_states",

@@ -14,8 +14,9 @@ import torch
 from deepspeed.accelerator import get_accelerator
 import deepspeed.comm as dist
 from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
-from deepspeed.moe.utils import is_moe_param
-from deepspeed.runtime.utils import is_model_parallel_parameter
+from deepspeed.moe.utils import is_moe_param, split_params_into_different_moe_groups_for_optimizer
+from deepspeed.runtime.utils import (clip_tensors_by_global_norm, get_global_norm_of_tensors, get_norm_with_moe_layers,
+                                     is_invalid_grad_norm, is_model_parallel_parameter)
 from deepspeed.runtime.zero.muon.exchange import Exchange
 from deepspeed.runtime.zero.muon.layout import GroupLayout
 from deepspeed.runtime.zero.muon.matrices import Matrix
@@ -23,7 +24,8 @@ from deepspeed.runtime.zero.muon.optimizer import MOMENTUM_KEY, MuonWithAuxAdam,
 from deepspeed.runtime.zero.muon.report import BY_GROUP, start_up_report
 from deepspeed.runtime.zero.muon.tensor_parallel import TensorShard, join
 from deepspeed.utils import groups, logger
-from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
+from deepspeed.utils.bwc import (bwc_tensor_model_parallel_group, bwc_tensor_model_parallel_rank,
+                                 bwc_tensor_model_parallel_world_size)
 
 
 def is_muon(optimizer: Any) -> bool:
@@ -63,6 +65,25 @@ def refuse_unsupported(engine: Any, optimizer: Any) -> None:
             "torch.optim.Muon needs whole 2-D matrices and fails on the flat partitions of DeepSpeed's "
             "optimizers. Use \"optimizer\": {\"type\": \"Muon\", \"params\": {...}} in ds_config.json, or "
             "pass deepspeed.runtime.zero.muon.muon_optimizer.MuonWithAuxAdam to deepspeed.initialize.")
+
+
+def with_names(model_parameters: list[Any]) -> list[Any]:
+    """`model_parameters` with a name in each dict, which groups of experts are made by."""
+    return [{
+        "name": f"group{index}",
+        **item
+    } if isinstance(item, dict) else item for index, item in enumerate(model_parameters)]
+
+
+def split_experts(param_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The groups without their experts, then the experts of each group in groups of their own, for each
+    expert-parallel size, that keep the group's options."""
+    shared, experts = [], []
+    for group in param_groups:
+        rest, *own = split_params_into_different_moe_groups_for_optimizer([group])
+        shared.extend([rest] if rest["params"] else [])
+        experts.extend(own)
+    return shared + experts
 
 
 def report_at_start(engine: Any) -> None:
@@ -193,7 +214,7 @@ def _over_tensor_ranks(engine: Any, layout: GroupLayout, process_group: Any,
     """The joint layout of data x tensor ranks, and their group. Collective over the tensor-parallel group."""
     cuts = tuple(_tensor_cut(engine, param) for param in params_of_matrices)
     data_ranks = tuple(dist.get_all_ranks_from_group(process_group))
-    gathered = Exchange(engine.mpu.get_tensor_model_parallel_group()).gather_objects((data_ranks, layout, cuts))
+    gathered = Exchange(bwc_tensor_model_parallel_group(engine.mpu)).gather_objects((data_ranks, layout, cuts))
     ranks = sorted(rank for data_ranks, _, _ in gathered for rank in data_ranks)
     if len(ranks) != dist.get_world_size():
         raise ValueError(
@@ -208,15 +229,18 @@ def _tensor_cut(engine: Any, param: torch.Tensor) -> Optional[int]:
         return None
     meta = getattr(param, DS_AUTOTP_UC_META, None)
     dim = meta.get("partition_dim") if meta else getattr(param, "partition_dim", None)
-    if dim not in (0, 1, 2):
+    experts = getattr(param, "is_expert_group", False)
+    # Kernels are [out, rest]: a cut along a dimension of rest other than the first leaves no blocks of columns.
+    if dim not in ((0, 1, 2) if experts else (0, 1)):
         name = engine.param_names.get(param, "a parameter without a name")
         raise ValueError(
             f"Muon: {name} is cut over tensor-parallel ranks along dimension {dim}, which is not known to "
-            "be one of a matrix. Set \"tensor_parallel\": \"shard\", or param.use_muon = False.")
+            "be one of a matrix. Set param.partition_dim as Megatron-LM does, \"tensor_parallel\": \"shard\", or "
+            "param.use_muon = False.")
     if getattr(param, "muon_num_heads", None) and dim == 0:
         return None
     _refuse_cut_parts(engine, param, dim)
-    if getattr(param, "is_expert_group", False):
+    if experts:
         return dim - 1 if dim > 0 else None
     return dim
 
@@ -255,6 +279,35 @@ def scale_loss_of_stage_0(optimizer: Any, loss: torch.Tensor) -> torch.Tensor:
     if scaling is None or not scaling.use_grad_scaling:
         return loss
     return loss.float() * (optimizer.external_loss_scale if optimizer.custom_loss_scaler else scaling.cur_scale)
+
+
+def norm_with_experts(norm: float, groups_of_params: Sequence[Sequence[torch.Tensor]], mpu: Any) -> float:
+    """The norm of the gradients of the whole model, where `norm` is that of all but the experts.
+
+    `groups_of_params` are this rank's parameters. Collective over the expert-parallel groups where there are experts.
+    Infinite where a gradient is not finite.
+    """
+    experts: dict[str, list[torch.Tensor]] = {}
+    for param in (param for params in groups_of_params for param in params):
+        if is_moe_param(param) and param.grad is not None:
+            experts.setdefault(param.group_name, []).append(param.grad)
+    if experts:
+        norm = get_norm_with_moe_layers(norm, mpu, experts)
+    return float("inf") if is_invalid_grad_norm(norm) else float(norm)
+
+
+def clip_with_experts(engine: Any) -> None:
+    """Clip the gradients of a model with experts by the norm of all of them, in place. Stage 0 in fp32."""
+    params = [param for param in engine.module.parameters() if param.grad is not None]
+    tensor_rank = bwc_tensor_model_parallel_rank(engine.mpu)
+    shared = [
+        param.grad for param in params
+        if not is_moe_param(param) and (tensor_rank == 0 or is_model_parallel_parameter(param))
+    ]
+    norm = get_global_norm_of_tensors(shared, mpu=engine.mpu) if shared else 0.0
+    clip_tensors_by_global_norm([param.grad for param in params],
+                                max_norm=engine.gradient_clipping(),
+                                global_norm=norm_with_experts(float(norm), [params], engine.mpu))
 
 
 def update_gradscaler(scaler: torch.amp.GradScaler, overflow: bool) -> None:
