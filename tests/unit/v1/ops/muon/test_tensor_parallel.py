@@ -184,11 +184,14 @@ def unsharded_weights(steps):
     return named, norms, len(muon)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [
+    pytest.param(
+        stage, marks=pytest.mark.support(feature="Tensor parallelism (AutoTP)", engine=f"ZeRO-{stage}", state="exact"))
+    for stage in (1, 2, 3)
+])
 class TestAutoTP(DistributedTest):
     world_size = 4
 
-    @pytest.mark.support(feature="tensor parallelism (AutoTP)", state="exact")
     def test_two_by_two_equals_the_unsharded_model(self, stage):
         """fp32 against float64, and sums over tensor ranks: 3e-5 of what the weights moved is allowed. Muon on each
         shard by itself was 0.5 to 1.0 away."""
@@ -217,7 +220,7 @@ class TestAutoTP(DistributedTest):
 class TestStage0(DistributedTest):
     world_size = 2
 
-    @pytest.mark.support(feature="tensor parallelism (AutoTP)", state="refused", engine="stage 0")
+    @pytest.mark.support(feature="Tensor parallelism (AutoTP)", engine="stage 0", state="refused")
     def test_is_refused(self):
         with pytest.raises(ValueError, match="stage 0 does not support tensor parallelism; use ZeRO stage 1, 2 or 3"):
             deepspeed.initialize(model=tiny_llama(), config=ds_config(0))
