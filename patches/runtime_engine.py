@@ -20,6 +20,8 @@ _load = partial(Edit,
 
 _check = partial(Edit, drop_when="upstream checks a checkpoint before it loads it", series="checkpoints", engine="all")
 
+_latest = partial(Edit, drop_when="upstream writes latest last", series="checkpoints", engine="all")
+
 EDITS = [
     _options("insert_after",
              anchor="from deepspeed.runtime.bf16_optimizer import BF16_Optimizer",
@@ -133,4 +135,17 @@ EDITS = [
            """,
         why="A file that is cut short, of another model or of another optimizer failed when the weights were loaded "
         "already, on one rank alone, or was loaded."),
+    *(_latest("insert_before",
+              scope=f"{ENGINE}.{name}",
+              anchor=anchor,
+              code="dist.barrier()",
+              why="latest named a checkpoint whose files other ranks had not written, or never wrote.")
+      for name, anchor in (("save_checkpoint", "if save_latest and self.global_rank == 0:"),
+                           ("_commit_decoupled_checkpoint", "if self.global_rank == 0 and commit_info.save_latest:"))),
+    *(_latest("replace",
+              scope=f"{ENGINE}.{name}",
+              anchor=f"with open(os.path.join({prefix}save_dir, 'latest'), 'w') as fd:",
+              code=f"muon_checkpoint.write_latest({prefix}save_dir, {prefix}tag)",
+              why="A kill, or a full disk, between opening and writing left latest empty.")
+      for name, prefix in (("save_checkpoint", ""), ("_commit_decoupled_checkpoint", "commit_info."))),
 ]

@@ -307,3 +307,13 @@ def _check_universal_parameter(folder: str, name: str, numel: Optional[int], par
 def _some(shapes: Shapes) -> str:
     names = list(shapes)
     return ", ".join(names[:2]) + (", ..." if len(names) > 2 else "")
+
+
+def write_latest(folder: str, tag: str) -> None:
+    """Let the file `latest` of `folder` name the checkpoint `tag`, or leave it as it was: never something between."""
+    path = os.path.join(folder, "latest")
+    with open(f"{path}.new", "w") as file:
+        file.write(tag)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(f"{path}.new", path)

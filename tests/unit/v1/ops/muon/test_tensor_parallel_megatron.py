@@ -203,7 +203,8 @@ class TestRefused(DistributedTest):
     @pytest.mark.support(feature="Tensor with pipeline parallelism", engine="all", state="refused")
     def test_pipeline(self):
         topology = PipeModelDataParallelTopology(num_pp=2, num_mp=TENSOR, num_dp=1)
-        module = PipelineModule([LayerSpec(SlicedLinear) for _ in range(2)], topology=topology, partition_method="uniform")
+        layers = [LayerSpec(SlicedLinear) for _ in range(2)]
+        module = PipelineModule(layers, topology=topology, partition_method="uniform")
         message = r"data x tensor ranks are 2 of 4 ranks.*pipeline or expert parallelism.*\"shard\""
         with pytest.raises(ValueError, match=message):
             contract.initialize(module, contract.ds_config("zero1"))
