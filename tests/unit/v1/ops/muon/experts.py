@@ -9,8 +9,9 @@ one, in which they are counted through. Shapes, gradients and references go by t
 
 import re
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, List, Mapping
+from typing import Any, Dict, List, Mapping
 
+import pytest
 import torch
 
 import deepspeed.comm as dist
@@ -109,18 +110,11 @@ def local_names(model: torch.nn.Module, ep_size: int) -> List[str]:
     return [name for name, _ in model.named_parameters() if global_name(name, ep_size) in MUON]
 
 
-def check(engine: object,
-          reference: contract.Reference,
-          ep_size: int,
-          *,
-          steps: int,
-          norm: float,
-          note: Callable[[str, float], None] = lambda what, found: None) -> None:
+def check(engine: Any, reference: contract.Reference, ep_size: int, *, steps: int, norm: float) -> None:
     """I1, I2, I4 and I5 of what is on this rank."""
     weights = by_global_name(contract.master_weights(engine), ep_size)
     expected = {name: reference.weights[name] for name in weights}
     away = contract.largest_distance(weights, expected, reference.start)
-    note("weights", away)
     contract.below("weights", away, contract.ROUNDING.weights)
     for name, weight in by_global_name(contract.module_weights(engine), ep_size).items():
         assert torch.equal(weight, weights[name].to(weight.dtype).view(weight.shape)), f"{name} is not its master"
@@ -132,3 +126,22 @@ def check(engine: object,
     for partition, momentum in contract.momentum_shards(engine):
         assert momentum.dtype == torch.float32 and momentum.shape == partition.shape
     contract.check_counts(engine, reference, steps)
+
+
+_ROWS = {
+    "stage0": "stage 0",
+    "bf16_optimizer": "BF16_Optimizer",
+    "zero1": "ZeRO-1",
+    "zero2": "ZeRO-2",
+    "zero3": "ZeRO-3",
+    "zero1_offload": "ZeRO-1",
+    "zero2_offload": "ZeRO-2",
+    "zero3_offload": "ZeRO-3",
+}
+
+
+def row(feature: str, engine: str, *values: Any) -> Any:
+    """A parameter that shows a row of the table of what is supported."""
+    offload = ", CPU offload" if engine.endswith("offload") else ""
+    mark = pytest.mark.support(feature=feature + offload, engine=_ROWS[engine], state="exact")
+    return pytest.param(engine, *values, marks=mark)
