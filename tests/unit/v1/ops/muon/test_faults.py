@@ -122,7 +122,7 @@ class TestNotFiniteInStage0(DistributedTest):
                      state="spoils its own matrix and no other")
 @pytest.mark.parametrize("engine, dtype", [("zero1", "fp32"), ("zero2", "fp32")])
 class TestNotFiniteWithoutNorm(DistributedTest):
-    """In fp32 `compute_grad_norm: false` leaves nothing that could tell; an exchange carries slices of several matrices."""
+    """In fp32 `compute_grad_norm: false` leaves nothing to tell by; exchanges carry slices of several matrices."""
     world_size = 2
 
     def test_spoils_no_other_matrix(self, engine, dtype):
