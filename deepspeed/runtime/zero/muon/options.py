@@ -75,13 +75,19 @@ def check_optimizer_params(optimizer_params: Mapping[str, Any], model_parameters
             these only a key that is plainly meant for Muon is refused.
 
     Raises:
-        ValueError: names the key and lists the valid ones.
+        ValueError: names the key and lists the valid ones, or says that "auto" has not been replaced.
     """
     unknown = [key for key in optimizer_params if key not in OPTIONS]
     if unknown:
         found = ", ".join(repr(key) + _suggestion(key) for key in unknown)
         raise ValueError(f"The Muon optimizer does not know {found}. Valid keys of \"optimizer\": {{\"params\": ...}} "
                          f"are {', '.join(sorted(OPTIONS))}.")
+    left = [key for key, value in optimizer_params.items() if isinstance(value, str) and value == "auto"]
+    if left:
+        raise ValueError(
+            f"Muon: the value of {', '.join(left)} is \"auto\", which nothing has replaced. transformers' "
+            "Trainer replaces it for lr, weight_decay, betas and eps, accelerate for lr and weight_decay. "
+            "Set the value.")
     groups = [item for item in model_parameters if isinstance(item, dict)]
     for index, group in enumerate(groups):
         for key in group:
