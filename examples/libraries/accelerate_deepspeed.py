@@ -46,7 +46,8 @@ def train(accelerator: Accelerator, model: Any, optimizer: Any, batches: Any, mi
     return losses
 
 
-def main(arguments: Optional[list[str]] = None) -> None:
+def main(arguments: Optional[list[str]] = None) -> float:
+    """The last loss."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stage", type=int, choices=(1, 2, 3), default=2)
     parser.add_argument("--out", type=Path, default=Path("runs/accelerate"))
@@ -55,6 +56,7 @@ def main(arguments: Optional[list[str]] = None) -> None:
     losses = train(accelerator, model, optimizer, batches, micro_batches=40)
     accelerator.save_state(str(args.out))
     accelerator.print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, state in {args.out}")
+    return losses[-1]
 
 
 if __name__ == "__main__":

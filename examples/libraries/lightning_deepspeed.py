@@ -66,7 +66,8 @@ def ds_config(stage: int) -> dict[str, Any]:
     return config
 
 
-def main(arguments: Optional[list[str]] = None) -> None:
+def main(arguments: Optional[list[str]] = None) -> float:
+    """The last loss."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stage", type=int, choices=(1, 2, 3), default=2)
     parser.add_argument("--devices", type=int, default=1)
@@ -79,8 +80,8 @@ def main(arguments: Optional[list[str]] = None) -> None:
                             args.steps,
                             devices=args.devices)
     trainer.fit(SmallModule(), batches())
-    print(trainer.callback_metrics["loss"])
+    return float(trainer.callback_metrics["loss"])
 
 
 if __name__ == "__main__":
-    main()
+    print(main())

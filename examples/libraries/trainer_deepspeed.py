@@ -80,7 +80,8 @@ def build_trainer(ds_config: dict[str, Any], out: Path, **changes: Any) -> Group
                           eval_dataset=Counting(64, first=1000))
 
 
-def main(arguments: Optional[list[str]] = None) -> None:
+def main(arguments: Optional[list[str]] = None) -> float:
+    """The last loss."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stage", type=int, choices=(1, 2, 3), default=2)
     parser.add_argument("--bf16", action="store_true")
@@ -92,6 +93,7 @@ def main(arguments: Optional[list[str]] = None) -> None:
     metrics = trainer.evaluate()
     if trainer.is_world_process_zero():
         print(metrics)
+    return metrics["eval_loss"]
 
 
 if __name__ == "__main__":

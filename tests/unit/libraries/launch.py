@@ -21,6 +21,7 @@ EXAMPLES = ROOT / "examples" / "libraries"
 class Outcome:
     """What the ranks of one launch found, by case, and the end of what they said."""
     results: Mapping[str, Any]
+    status: int
     output: str
 
     def __getitem__(self, case: str) -> dict[str, Any]:
@@ -54,9 +55,9 @@ def on_two_ranks(script: Path, *arguments: str, timeout: float = 400) -> tuple[i
 
 def run_case(name: str, out: Path) -> Outcome:
     """All cases of cases/NAME_case.py in one launch."""
-    _, output = on_two_ranks(CASES / f"{name}_case.py", str(out))
+    status, output = on_two_ranks(CASES / f"{name}_case.py", str(out))
     found = out / "results.json"
-    return Outcome(json.loads(found.read_text()) if found.exists() else {}, output)
+    return Outcome(json.loads(found.read_text()) if found.exists() else {}, status, output)
 
 
 def check_exact(found: dict[str, Any], bound: float) -> None:

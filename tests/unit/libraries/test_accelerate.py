@@ -5,7 +5,7 @@
 
 import pytest
 
-from unit.libraries.launch import EXAMPLES, Outcome, check_exact, on_two_ranks, run_case
+from unit.libraries.launch import Outcome, check_exact, run_case
 
 
 @pytest.fixture(scope="module")
@@ -25,8 +25,7 @@ def test_trains_and_resumes_as_on_whole_matrices(outcome: Outcome, case: str):
     assert outcome[case]["norm"] > 0.1
 
 
-def test_example_runs_as_it_stands(tmp_path):
-    status, output = on_two_ranks(EXAMPLES / "accelerate_deepspeed.py", "--stage", "3", "--out",
-                                  str(tmp_path / "state"))
-    assert status == 0, output
-    assert "loss 4." in output and (tmp_path / "state" / "pytorch_model").is_dir()
+def test_example_learns(outcome: Outcome):
+    # It starts at about log(64), 4.16.
+    assert outcome["example"]["loss"] < 3.9
+    assert outcome.status == 0, outcome.output

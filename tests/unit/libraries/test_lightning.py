@@ -20,3 +20,9 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
 def test_trains_and_resumes_as_on_whole_matrices(outcome: Outcome, case: str):
     # Measured 1.3e-5, fp32 against float64.
     check_exact(outcome[case], bound=5e-5)
+
+
+def test_example_learns(outcome: Outcome):
+    # It starts at about log(64), 4.16.
+    assert outcome["example"]["loss"] < 3.9
+    assert outcome.status == 0, outcome.output

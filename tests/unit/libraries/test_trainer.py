@@ -55,3 +55,9 @@ def test_schedule_of_the_trainer_keeps_the_halves_apart(outcome: Outcome):
     rates = outcome["two rates"]["rates"]
     assert [muon for muon, _ in rates] == [0.0, 0.01, 0.02, 0.01]
     assert all(muon * 3 == pytest.approx(adam * 20) for muon, adam in rates)
+
+
+def test_example_learns(outcome: Outcome):
+    # It starts at about log(64), 4.16.
+    assert outcome["example"]["loss"] < 3.9
+    assert outcome.status == 0, outcome.output

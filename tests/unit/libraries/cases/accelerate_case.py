@@ -9,9 +9,9 @@ from typing import Any
 
 from accelerate.state import AcceleratorState
 
-from accelerate_deepspeed import prepare, train
+from accelerate_deepspeed import main, prepare, train
 from counting import SmallNet, load_ds_config
-from outcome import results_of
+from outcome import EXAMPLE, results_of
 from whole import Record, Settings, compare, difference, state_of
 
 SETTINGS = Settings(gas=2,
@@ -26,6 +26,8 @@ CASES = {f"zero{stage}": stage for stage in (1, 2, 3)}
 
 
 def run(name: str, out: Path) -> dict[str, Any]:
+    if name == EXAMPLE:
+        return {"loss": main(["--stage", "3", "--out", str(out)])}
     config = {**load_ds_config("ds_config.json", CASES[name]), "gradient_clipping": SETTINGS.clip}
     accelerator, engine, optimizer, batches = prepare(config)
     record = Record(engine)
@@ -45,4 +47,4 @@ def run(name: str, out: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    results_of(CASES, run, Path(sys.argv[1]))
+    results_of([*CASES, EXAMPLE], run, Path(sys.argv[1]))

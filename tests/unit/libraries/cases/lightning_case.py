@@ -13,8 +13,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
 from counting import SmallNet
-from lightning_deepspeed import SmallModule, batches, build_trainer, ds_config
-from outcome import results_of
+from lightning_deepspeed import SmallModule, batches, build_trainer, ds_config, main
+from outcome import EXAMPLE, results_of
 from whole import Record, Settings, compare, difference, state_of
 
 SETTINGS = Settings(gas=2,
@@ -71,6 +71,8 @@ def fit(stage: int, out: Path, seed: int, **given: Any) -> Recorder:
 
 
 def run(name: str, out: Path) -> dict[str, Any]:
+    if name == EXAMPLE:
+        return {"loss": main(["--stage", "3", "--out", str(out), "--devices", "2"])}
     straight = fit(CASES[name], out, seed=0)
     found = compare(Whole(), straight.record, SETTINGS)
     resumed = fit(CASES[name], out, seed=1, ckpt_path=str(out / f"step={SAVED}.ckpt"))
@@ -79,4 +81,4 @@ def run(name: str, out: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    results_of(CASES, run, Path(sys.argv[1]))
+    results_of([*CASES, EXAMPLE], run, Path(sys.argv[1]))

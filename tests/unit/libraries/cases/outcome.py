@@ -9,6 +9,9 @@ from typing import Any, Callable, Iterable
 
 import deepspeed.comm as dist
 
+# The case that is the example itself, as a user runs it.
+EXAMPLE = "example"
+
 
 def results_of(names: Iterable[str], run: Callable[[str, Path], dict[str, Any]], out: Path) -> None:
     """Runs each case and, on rank 0, writes OUT/results.json after each, so that a failure leaves those before it."""
