@@ -12,6 +12,7 @@ ENGINE = "DeepSpeedEngine"
 
 _options = partial(Edit, engine="all", drop_when="upstream has taken the package", series="options")
 _package = partial(Edit, engine="all", drop_when="upstream has taken the package", series="engine")
+_selection = partial(Edit, engine="all", drop_when="upstream has taken the package", series="selection")
 _load = partial(Edit,
                 drop_when="upstream has this fix",
                 series="checkpoints",
@@ -36,6 +37,15 @@ EDITS = [
                  muon_engines.refuse_features(self)
              """,
              why="A mistyped key of the Muon optimizer trained with the default value and nothing said so."),
+    _selection("insert_after",
+               anchor="from deepspeed.runtime.bf16_optimizer import BF16_Optimizer",
+               code="from deepspeed.runtime.zero.muon.selection import check_groups",
+               why="The groups' own choice."),
+    _selection("prepend",
+               scope=f"{ENGINE}._configure_basic_optimizer",
+               within="elif self.optimizer_name() == MUON_OPTIMIZER:",
+               code="check_groups(model_parameters)",
+               why="A param group's own use_muon is known only where the groups are a list."),
     _package("insert_after",
              anchor="from deepspeed.runtime.bf16_optimizer import BF16_Optimizer",
              code="from deepspeed.runtime.zero.muon import engines as muon_engines",
@@ -86,6 +96,15 @@ EDITS = [
              anchor="self._configure_autoep_folding_optimizer_gradient_reduction()",
              code="muon_engines.report_at_start(self)",
              why="Most reports of a Muon that does not work are of a Muon that was not on."),
+    _package("append",
+             scope=f"{ENGINE}._take_model_step",
+             code="muon_engines.write_stats(self)",
+             why="Whether the updates are orthogonal, and how large, is to be seen where loss and learning rate are."),
+    _package("insert_before",
+             scope=f"{ENGINE}.load_checkpoint",
+             anchor="if self._optimizer_has_ckpt_event_prologue():",
+             code="muon_engines.weights_are_set(self)",
+             why="Muon's check of the first step looks at its weights at the second."),
     _package("prepend",
              scope=f"{ENGINE}._do_optimizer_sanity_check",
              code="muon_engines.refuse_unsupported(self, basic_optimizer)",

@@ -26,7 +26,7 @@ No engine uses it yet. The commits that follow move them over, one each.
 The Muon branch of the engine picks the keys it knows out of the optimizer's params and drops the rest without a word.
 A mistyped `momentun`, or a key that another Muon has, trained with the default instead, and nothing said so. Every key
 is now checked before it is read. The error lists the valid keys and, where one is close, says which was meant. Keys of
-param groups are checked in so far as they can only be meant for Muon, because groups also carry the keys of others.
+param groups are held to the same, because the engine makes groups of its own and keeps only what it knows.
 """,
     ),
     Commit(
@@ -89,7 +89,8 @@ scale is updated once at the end of the step.
         body="""\
 Parameters were chosen by name: only `embed` and `lm_head` went to Adam, so GPT-2's and T5's tables, classifier heads,
 routers and Mamba's state matrices were orthogonalized. A user's own param.use_muon was overwritten, although the
-engine's error tells users to set it. The rules now look at the module that owns a parameter. What the user says wins.
+engine's error tells users to set it, and a param group's own use_muon was dropped. The rules now look at the module
+that owns a parameter. What the user says wins.
 """,
     ),
     Commit(

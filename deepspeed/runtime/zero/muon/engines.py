@@ -7,6 +7,7 @@ Each `bind_*` is called once, when its engine has cut its parameters, and does n
 Muon's. What the engine cannot do exactly is refused here, before the first step.
 """
 
+from dataclasses import asdict
 from typing import Any, Optional, Sequence
 
 import torch
@@ -102,6 +103,29 @@ def report_at_start(engine: Any) -> None:
     logger.warning(
         start_up_report(parameters, optimizer.param_groups,
                         type(optimizer.aux_optimizer).__name__, optimizer.bound_reports(), 0))
+
+
+def write_stats(engine: Any) -> None:
+    """Give the statistics of the Muon half to the engine's monitor, where the step has taken some. Collective then.
+
+    Events are named Train/Muon/FAMILY/FIGURE, with layer numbers as N, over the samples that the engine counts. A
+    pipeline writes those of the first stage, which has the monitor.
+    """
+    optimizer = getattr(engine, "basic_optimizer", None)
+    if not is_muon(optimizer) or not optimizer.stats_every or not engine.monitor.enabled:
+        return
+    events = [(f"Train/Muon/{family.replace('*', 'N')}/{name}", value, engine.global_samples)
+              for family, stats in optimizer.muon_stats(new_only=True).items()
+              for name, value in asdict(stats.mean).items()]
+    if events and dist.get_rank() == 0:
+        engine.monitor.write_events(events)
+
+
+def weights_are_set(engine: Any) -> None:
+    """A checkpoint is about to be loaded over the weights that the last step has left."""
+    optimizer = getattr(engine, "basic_optimizer", None)
+    if is_muon(optimizer):
+        optimizer.weights_were_set()
 
 
 def bind_stage_0(engine: Any) -> None:

@@ -15,9 +15,12 @@ from deepspeed.runtime.zero.muon.exchange import Exchange, require_same_on_all_r
 from deepspeed.runtime.zero.muon.layout import GroupLayout
 from deepspeed.runtime.zero.muon.matrices import Matrix, matrices_of
 from deepspeed.runtime.zero.muon.options import (ADAM_GROUP_DEFAULTS, DEFAULT_WORKSPACE_MB, MUON_GROUP_DEFAULTS,
-                                                 check_muon_group, check_tensor_parallel, check_workspace_mb)
+                                                 check_flag, check_muon_group, check_stats_every,
+                                                 check_tensor_parallel, check_workspace_mb)
 from deepspeed.runtime.zero.muon.pack import Workspace
 from deepspeed.runtime.zero.muon.plan import Plan, PlanReport, build_plan, rank_plan, round_numel_within
+from deepspeed.runtime.zero.muon.selftest import SelfTest
+from deepspeed.runtime.zero.muon.stats import FamilyStats, Statistics, collect
 from deepspeed.runtime.zero.muon.step import Kernel, MuonStep, Partition
 from deepspeed.utils import logger
 
@@ -79,6 +82,9 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         self.limit_workspace(workspace_mb, max_round_numel)
         # What an engine does with tensor-parallel shards.
         self.tensor_parallel = "exact"
+        # Whether the first step is checked, and after how many steps statistics are taken (0: never).
+        self.selftest = True
+        self.stats_every = 0
         self._initial_lrs: Optional[list[float]] = [float(group["lr"]) for group in self.param_groups]
         self._bindings: dict[torch.Tensor, Binding] = {}
         self._workspaces: dict[torch.device, Workspace] = {}
@@ -90,6 +96,10 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         """Take the options of ds_config.json that are not those of a group. Raises ValueError for a bad value."""
         self.limit_workspace(options.get("workspace_mb", DEFAULT_WORKSPACE_MB), reduce_bucket_size)
         self.tensor_parallel = check_tensor_parallel(options.get("tensor_parallel", "exact"))
+        self.selftest = check_flag("muon_selftest", options.get("muon_selftest", True))
+        self.stats_every = check_stats_every(options.get("muon_stats_every", 0))
+        for key in ("muon_report", "per_head_muon"):
+            check_flag(key, options.get(key, True))
 
     def limit_workspace(self, workspace_mb: float, max_round_numel: Optional[int] = None) -> None:
         """Set the bounds that the constructor describes; plans made before are dropped. ValueError for a bad bound."""
@@ -259,7 +269,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         for key, members in sets.items():
             step_key = _step_key(key, members)
             if step_key not in self._steps:
-                step = self._steps[step_key] = self._build_step(key, [param for param, _ in members])
+                step = self._steps[step_key] = self._build_step(key, members)
                 built.setdefault(key.process_group,
                                  []).extend([*step.plan.plan.digests(), ("Newton-Schulz settings", repr(key.kernel))])
         for process_group, digests in built.items():
@@ -270,14 +280,33 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                 self._steps.clear()
                 raise
 
-    def _build_step(self, key: _WorkSet, params: list[torch.Tensor]) -> MuonStep:
-        plan = self._plan([self._bindings[param].layout for param in params], key.kernel)
+    def _build_step(self, key: _WorkSet, members: list[tuple[torch.Tensor, dict[str, Any]]]) -> MuonStep:
+        plan = self._plan([self._bindings[param].layout for param, _ in members], key.kernel)
         exchange = Exchange(key.process_group)
         if plan.world_size != exchange.world_size:
             raise RuntimeError(f"Muon: a layout over {plan.world_size} ranks was bound to a process group of "
                                f"{exchange.world_size}")
         workspace = self._workspaces.setdefault(key.device, Workspace(key.device))
-        return MuonStep(rank_plan(plan, exchange.rank, len(params)), key.kernel, exchange, workspace)
+        step = MuonStep(rank_plan(plan, exchange.rank, len(members)), key.kernel, exchange, workspace)
+        if self.selftest:
+            step.watchers.append(SelfTest.of(members))
+        if self.stats_every:
+            step.watchers.append(Statistics(plan, self.stats_every))
+        return step
+
+    def muon_stats(self, new_only: bool = False) -> dict[str, FamilyStats]:
+        """Figures of a few matrices of each family, from the last step that `stats_every` divides; see `FamilyStats`.
+
+        Empty before that step, and with `new_only` where they have been returned already. Sums over the ranks: all
+        have to call it, after the same step.
+        """
+        return collect(self._steps.values(), new_only)
+
+    def weights_were_set(self) -> None:
+        """Say that the weights are no longer those that the last step has left, as after loading a checkpoint."""
+        for step in self._steps.values():
+            for watcher in step.watchers:
+                watcher.weights_were_set()
 
     def _plan(self, layouts: list[GroupLayout], kernel: Kernel) -> Plan:
         itemsize = torch.empty((), dtype=kernel.dtype).element_size()
@@ -303,6 +332,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
         An option that the saved groups do not have, as those of older versions, keeps its value.
         """
+        self.weights_were_set()
         before = self.param_groups
         super().load_state_dict(state_dict)
         saved = state_dict["state"]

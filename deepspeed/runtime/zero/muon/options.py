@@ -34,6 +34,8 @@ OPTIONS: Dict[str, str] = {
     "projections to take apart: auto, or regular expressions with the number or the sizes of the parts",
     "tensor_parallel": "exact exchanges the blocks of tensor-parallel ranks, shard orthogonalizes each on its own",
     "muon_report": "false silences the start-up report",
+    "muon_selftest": "false leaves out the check of the first step with a learning rate above 0",
+    "muon_stats_every": "statistics of the Muon half after every so many steps, 0 for none",
     "per_head_muon": "orthogonalize attention projections head by head",
     "betas": "betas of the Adam half",
     "eps": "eps of the Adam half",
@@ -60,10 +62,8 @@ ADAM_GROUP_DEFAULTS: Dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 
 # Options that a param group may set for itself. The other options count for the whole optimizer.
 MUON_GROUP_OPTIONS = tuple(MUON_GROUP_DEFAULTS)
 GROUP_OPTIONS = tuple({**MUON_GROUP_DEFAULTS, **ADAM_GROUP_DEFAULTS})
-
-# Likeness from which an unknown key of a group is taken for a mistyped option. Groups also hold keys of schedulers and
-# of users, such as initial_lr or layer_id, which have to pass.
-_TYPO = 0.85
+# What else a group may hold: DeepSpeed's engine reads it.
+GROUP_KEYS = ("params", "name", "use_muon", "moe")
 
 
 def check_optimizer_params(optimizer_params: Mapping[str, Any], model_parameters: Iterable[Any] = ()) -> None:
@@ -71,8 +71,7 @@ def check_optimizer_params(optimizer_params: Mapping[str, Any], model_parameters
 
     Args:
         optimizer_params: "params" of the optimizer in ds_config.json, complete.
-        model_parameters: what deepspeed.initialize got as model_parameters, as a list. Its dicts are param groups; in
-            these only a key that is plainly meant for Muon is refused.
+        model_parameters: what deepspeed.initialize got as model_parameters, as a list. Its dicts are param groups.
 
     Raises:
         ValueError: names the key and lists the valid ones, or says that "auto" has not been replaced.
@@ -90,13 +89,22 @@ def check_optimizer_params(optimizer_params: Mapping[str, Any], model_parameters
             "Set the value.")
     groups = [item for item in model_parameters if isinstance(item, dict)]
     for index, group in enumerate(groups):
-        for key in group:
-            if key not in GROUP_OPTIONS and (key in OPTIONS or difflib.get_close_matches(key, OPTIONS, 1, _TYPO)):
-                name = repr(group.get("name", index))
-                hint = " (it counts for the whole optimizer: set it in ds_config.json)" if key in OPTIONS \
-                    else _suggestion(key)
-                raise ValueError(f"The Muon optimizer does not read the key {key!r} of param group {name}{hint}. A "
-                                 f"group may set {', '.join(GROUP_OPTIONS)}.")
+        _check_group_keys(repr(group.get("name", index)), group)
+
+
+def _check_group_keys(name: str, group: Mapping[str, Any]) -> None:
+    """The engine keeps of a group only what it knows, so that any other key would be dropped without a word."""
+    own = {True: MUON_GROUP_OPTIONS, False: tuple(ADAM_GROUP_DEFAULTS)}.get(group.get("use_muon"), GROUP_OPTIONS)
+    for key in group:
+        if key in own or key in GROUP_KEYS:
+            continue
+        hint = _suggestion(key)
+        if key in GROUP_OPTIONS:
+            hint = f", whose use_muon is {group['use_muon']}"
+        elif key in OPTIONS:
+            hint = " (it counts for the whole optimizer: set it in ds_config.json)"
+        raise ValueError(f"The Muon optimizer does not read the key {key!r} of param group {name}{hint}. A "
+                         f"group may set use_muon, name, {', '.join(own)}.")
 
 
 def _suggestion(key: str) -> str:
@@ -129,6 +137,20 @@ def check_tensor_parallel(value: Any) -> str:
     """`value`, one of TENSOR_PARALLEL. Raises ValueError where it is not."""
     if value not in TENSOR_PARALLEL:
         raise ValueError(f"Muon: tensor_parallel must be one of {', '.join(TENSOR_PARALLEL)}, got {value!r}")
+    return value
+
+
+def check_flag(key: str, value: Any) -> bool:
+    """`value`, true or false. Raises ValueError, naming `key`, where it is neither."""
+    if not isinstance(value, bool):
+        raise ValueError(f"Muon: {key} must be true or false, got {value!r}")
+    return value
+
+
+def check_stats_every(value: Any) -> int:
+    """`value`, a number of steps or 0 for never. Raises ValueError where it is not."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"Muon: muon_stats_every must be a number of steps, or 0 for no statistics, got {value!r}")
     return value
 
 

@@ -30,9 +30,14 @@ def start_up_report(parameters: Iterable[tuple[str, int, bool, str]], groups: Se
     return "\n".join(lines)
 
 
+def folded(name: str) -> str:
+    """The name of a parameter with layer numbers folded: `layers.*.mlp.up_proj.weight`."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)", "*", name)
+
+
 def _folded(names: Sequence[str]) -> str:
     """Names with layer numbers folded: `layers.*.mlp.up_proj.weight (32)`."""
-    patterns = Counter(re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)", "*", name) for name in names)
+    patterns = Counter(map(folded, names))
     shown = [
         pattern if count == 1 else f"{pattern} ({count})" for pattern, count in list(patterns.items())[:SHOWN_PATTERNS]
     ]

@@ -18,6 +18,7 @@ from torch import nn
 from deepspeed.runtime.zero.muon.fused import FUSED_KEY, parts_of_experts, take_apart
 
 BY_PARAMETER = "param.use_muon, set by the user"
+BY_GROUP_KEY = "use_muon of its param group"
 BY_MUON_PATTERN = "muon_params"
 BY_ADAM_PATTERN = "adam_params"
 
@@ -29,6 +30,9 @@ _PRODUCT_CLASSES = (*_TRANSPOSED_PRODUCTS, "LinearLayer", "LinearAllreduce", "Lm
 _HEADS = ("lm_head", "score", "classifier", "head", "heads", "output", "qa_outputs", "embed_out", "decoder")
 _ROUTERS = ("router", "gate", "wg")
 _STOCK_NAMES = ("embed", "lm_head")
+
+# The attribute in which a group's use_muon travels from `mark_groups` to `tag_parameters`.
+_GROUP_MARK = "muon_of_group"
 
 
 @dataclass(frozen=True)
@@ -45,9 +49,10 @@ def tag_parameters(model: nn.Module, options: Mapping[str, Any]) -> dict[str, Ch
     """Decide for every parameter of `model` and mark it: `use_muon`, and for the layout `is_expert_group`,
     `muon_parts`, `muon_transposed`. `options` are the params of the Muon optimizer.
 
-    What counts, in this order: `param.use_muon` set by the user, the patterns `adam_params` and `muon_params` (regular
-    expressions, searched in the name), the rules of this module. Raises ValueError for a pattern that is no regular
-    expression or matches nothing, and for a parameter that patterns of both kinds match.
+    What counts, in this order: `param.use_muon` set by the user, `use_muon` of the parameter's group (`mark_groups`),
+    the patterns `adam_params` and `muon_params` (regular expressions, searched in the name), the rules of this module.
+    Raises ValueError for a group's `use_muon` that is no bool, for a pattern that is no regular expression or matches
+    nothing, and for a parameter that patterns of both kinds match.
     """
     choices = choose(model, options)
     for name, param in model.named_parameters():
@@ -59,7 +64,45 @@ def tag_parameters(model: nn.Module, options: Mapping[str, Any]) -> dict[str, Ch
         if choice.expert_stack:
             param.is_expert_group = True
         param.muon_transposed = choice.transposed
+        # The groups of this call, not of a later one with the same model.
+        if hasattr(param, _GROUP_MARK):
+            delattr(param, _GROUP_MARK)
     return choices
+
+
+def mark_groups(model_parameters: Any) -> Any:
+    """Let `use_muon` of the param groups in `model_parameters` reach `tag_parameters`, which sees the model alone.
+
+    `model_parameters` is what deepspeed.initialize got. Where it is a list or tuple, the parameters of its dicts are
+    marked, and an equal list is returned in which every group holds a list of parameters, for it is read again. Any
+    other is returned as it came: an iterator over a model is to be read when layers have been replaced.
+    """
+    if not isinstance(model_parameters, (list, tuple)) or not any(isinstance(item, dict) for item in model_parameters):
+        return model_parameters
+    return [_marked(item) if isinstance(item, dict) else item for item in model_parameters]
+
+
+def _marked(group: dict[str, Any]) -> dict[str, Any]:
+    params = group.get("params", ())
+    if not isinstance(params, list):
+        group = {**group, "params": [params] if isinstance(params, torch.Tensor) else list(params)}
+    if "use_muon" in group:
+        for param in group["params"]:
+            setattr(param, _GROUP_MARK, group["use_muon"])
+    return group
+
+
+def check_groups(model_parameters: Iterable[Any]) -> None:
+    """Raises ValueError where `use_muon` of a param group has not reached its parameters.
+
+    `model_parameters` as a list, after `tag_parameters`. An iterator over param groups cannot be read beforehand.
+    """
+    groups = [item for item in model_parameters if isinstance(item, dict)]
+    for index, group in enumerate(groups):
+        for param in group["params"] if "use_muon" in group else ():
+            if getattr(param, "muon_rule", BY_PARAMETER) not in (BY_PARAMETER, BY_GROUP_KEY):
+                raise ValueError(f"Muon: use_muon of param group {group.get('name', index)!r} came too late for its "
+                                 "parameters: give deepspeed.initialize a list or tuple of groups, not an iterator")
 
 
 def choose(model: nn.Module, options: Mapping[str, Any]) -> dict[str, Choice]:
@@ -78,6 +121,12 @@ def choose(model: nn.Module, options: Mapping[str, Any]) -> dict[str, Choice]:
             choice = Choice(False, BY_ADAM_PATTERN)
         elif name in to_muon:
             choice = _with_muon(choice, name, param, BY_MUON_PATTERN)
+        of_group = getattr(param, _GROUP_MARK, None)
+        if of_group is not None:
+            if not isinstance(of_group, bool):
+                raise ValueError(
+                    f"Muon: use_muon of the param group of {name} must be True or False, got {of_group!r}")
+            choice = _with_muon(choice, name, param, BY_GROUP_KEY) if of_group else Choice(False, BY_GROUP_KEY)
         own = getattr(param, "use_muon", None)
         if own is not None and getattr(param, "muon_rule", BY_PARAMETER) == BY_PARAMETER:
             choice = _with_muon(choice, name, param, BY_PARAMETER) if own else Choice(False, BY_PARAMETER)

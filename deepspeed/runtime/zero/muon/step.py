@@ -16,6 +16,7 @@ from deepspeed.runtime.zero.muon.pack import (RoundBuffers, Workspace, batch_vie
                                               copy_received_to_batch, gather_fragments, put_back_copies, round_buffers,
                                               slices)
 from deepspeed.runtime.zero.muon.plan import LocalFragment, RankPlan
+from deepspeed.runtime.zero.muon.watch import Watcher
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ class MuonStep:
         self.exchange = exchange
         self.workspace = workspace
         self.orthogonalized = 0
+        self.watchers: list[Watcher] = []
         self._kept = [_parts(found.kept) for found in plan.rounds]
         self._sent = [_parts(found.sent) for found in plan.rounds]
         self._indices: dict[torch.device, list[torch.Tensor]] = {}
@@ -75,13 +77,35 @@ class MuonStep:
     def run(self, partitions: Sequence[Partition]) -> None:
         """Advance momenta and step weights in place. Collective over the plan's process group."""
         self._partitions = partitions
+        for watcher in tuple(self.watchers):
+            watcher.begin(self)
         for partition, spans in zip(partitions, self.plan.spans):
             update.advance_momentum_([partition.momentum[start:stop] for start, stop in spans],
                                      [partition.grad[start:stop] for start, stop in spans],
                                      beta=partition.beta)
         self._divisors = self._norms()
         run_rounds(self, len(self.plan.rounds))
+        for watcher in self.watchers:
+            watcher.end(self)
         self._partitions, self._divisors = (), []
+
+    @property
+    def partitions(self) -> Sequence[Partition]:
+        """Those of the step that is being done, by number; empty between steps."""
+        return self._partitions
+
+    def divisors(self, matrices: Sequence[int]) -> torch.Tensor:
+        """What the blends of these matrices are divided by in this step, fp32 [len(matrices)]."""
+        return torch.stack([self._divisors[index] for index in matrices])
+
+    def normalized(self, part: _Part) -> list[torch.Tensor]:
+        """The slices of `part` as they are orthogonalized, fp32, new."""
+        return list(torch._foreach_div(self._blend(part), [self._divisors[index] for index in part.matrices]))
+
+    def _owned(self, index: int) -> list[int]:
+        """The matrices of round `index` that are owned here, in the order of its batches."""
+        plan = self.plan.plan
+        return [matrix for matrix in plan.rounds[index].matrices if plan.owners[matrix] == self.plan.rank]
 
     def _norms(self) -> list[torch.Tensor]:
         """Divisor of each matrix's blend, its Frobenius norm, 0-dim fp32, the same on every rank.
@@ -134,6 +158,8 @@ class MuonStep:
                 partition.lr * update.lr_scale(matrices[index].fan_out, matrices[index].fan_in, partition.adjust_lr_fn)
                 for index in part.matrices
             ]
+            for watcher in self.watchers:
+                watcher.before_weights(self, part, slices(buffer, part.offsets_in_buffer, part.numels), factors)
             weights = gather_fragments(partition.weight, part.fragments)
             update.step_weights_(weights,
                                  slices(buffer, part.offsets_in_buffer, part.numels),
@@ -159,12 +185,18 @@ class MuonStep:
         self._normalize_into(buffers.batch, self._kept[index])
         if not self.plan.plan.replicated:
             copy_received_to_batch(buffers, found)
+        owned = self._owned(index) if self.watchers else []
         for batch in found.batches:
+            own, owned = owned[:batch.count], owned[batch.count:]
             matrices = batch_view(buffers, batch)
             # A view of the blocks as columns side by side; without blocks it is the matrices as they stand.
             whole = matrices.transpose(1, 2).reshape(batch.count, batch.rows, batch.cols)
+            for watcher in self.watchers:
+                watcher.before_iteration(self, own, whole)
             update = newton_schulz.iterate(whole, method=self.kernel.method, triples=self.kernel.triples)
             del whole
+            for watcher in self.watchers:
+                watcher.after_iteration(self, own, update)
             matrices.copy_(update.view(batch.count, batch.rows, batch.column_blocks, -1).transpose(1, 2))
             self.orthogonalized += batch.count
         copy_batch_to_received(buffers, found)

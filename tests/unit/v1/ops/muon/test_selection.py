@@ -7,7 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed.runtime.zero.muon.selection import choose, tag_parameters
+from deepspeed.runtime.zero.muon.selection import BY_GROUP_KEY, check_groups, choose, mark_groups, tag_parameters
+from unit.common import DistributedTest
+from unit.v1.ops.muon import contract
+from unit.v1.ops.muon.contract import SHAPES, Gradients, ProductModel, Reference
 
 transformers = pytest.importorskip("transformers")
 
@@ -228,3 +231,87 @@ def test_parts_set_by_the_user_stay():
     fused.muon_parts = (32, 32, 32)
     tag_parameters(model, {})
     assert fused.muon_parts == (32, 32, 32) and fused.use_muon is True
+
+
+class TestGroups:
+    """`use_muon` of a param group."""
+
+    def test_it_wins_over_patterns_and_rules_and_loses_to_the_parameters_own(self):
+        model = llama()
+        layer, head = model.model.layers[0], model.lm_head.weight
+        layer.mlp.up_proj.weight.use_muon = True
+        groups = mark_groups([{
+            "params": layer.mlp.parameters(),
+            "use_muon": False
+        }, {
+            "params": head,
+            "use_muon": True
+        }])
+        choices = tag_parameters(model, dict(muon_params=["down_proj"]))
+        muon = {name for name, choice in choices.items() if choice.use_muon}
+        assert muon == ATTENTION | {"model.layers.0.mlp.up_proj.weight", "lm_head.weight"}
+        assert choices["lm_head.weight"].rule == BY_GROUP_KEY
+        assert [len(group["params"]) for group in groups] == [3, 1]
+        check_groups(groups)
+
+    def test_the_groups_of_one_call_do_not_reach_the_next(self):
+        model = llama()
+        mark_groups([{"params": [model.lm_head.weight], "use_muon": True}])
+        assert tag_parameters(model, {})["lm_head.weight"].use_muon
+        assert not tag_parameters(model, {})["lm_head.weight"].use_muon
+
+    def test_what_holds_no_group_stays_as_it_is(self):
+        for given in (None, iter([]), [torch.zeros(1)], ({"params": []} for _ in range(2))):
+            assert mark_groups(given) is given
+
+    @pytest.mark.parametrize("value, expected", [("no", "weight must be True or False, got 'no'"),
+                                                 (True, "group asks for Muon on model.norm.weight, which has shape")])
+    def test_refused(self, value, expected):
+        model = llama()
+        mark_groups([{"params": [model.lm_head.weight, model.model.norm.weight], "use_muon": value}])
+        with pytest.raises(ValueError, match=expected):
+            choose(model, {})
+
+    def test_an_iterator_over_groups_is_refused(self):
+        model = llama()
+        groups = list(mark_groups(iter([{"params": [model.lm_head.weight], "use_muon": True}])))
+        tag_parameters(model, {})
+        with pytest.raises(ValueError, match="use_muon of param group 0 came too late"):
+            check_groups(groups)
+
+
+class TestGroupsOfEngines(DistributedTest):
+    world_size = 2
+
+    @pytest.mark.support(feature="use_muon of a param group", engine="all", state="exact")
+    @pytest.mark.parametrize("engine", ["stage0", "zero1", "zero3"])
+    def test_groups_choose(self, engine):
+        model = ProductModel(SHAPES)
+        weights = dict(model.named_parameters())
+        weights["layers.0.weight"].use_muon = True
+        to_adam, to_muon = ["layers.0.weight", "layers.3.weight"], ["embed_tokens.weight"]
+        rest = [name for name in SHAPES if name not in to_adam + to_muon]
+        muon = ["layers.0.weight", "layers.1.weight", "layers.2.weight", "layers.4.weight", "embed_tokens.weight"]
+        reference = Reference(weights, muon)
+        gradients = Gradients(SHAPES, self.world_size)
+        groups = ({
+            "params": [weights[name] for name in to_adam],
+            "use_muon": False
+        }, {
+            "params": (weights[name] for name in to_muon),
+            "use_muon": True
+        }, {
+            "params": [weights[name] for name in rest]
+        })
+        trained = contract.initialize(model, contract.ds_config(engine), model_parameters=groups)
+        for step in range(2):
+            contract.train_step(trained, gradients, step)
+            reference.step(gradients.mean(step))
+        contract.check(trained, reference, steps=2, norm=gradients.norm(1))
+        trained.destroy()
+
+    def test_a_key_that_is_not_read_is_refused(self):
+        model = ProductModel(SHAPES)
+        groups = [{"params": list(model.parameters()), "lr_scale": 0.1}]
+        with pytest.raises(ValueError, match="does not read the key 'lr_scale' of param group 0"):
+            contract.initialize(model, contract.ds_config("zero1"), model_parameters=groups)
