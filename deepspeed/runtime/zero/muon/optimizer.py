@@ -15,7 +15,7 @@ from deepspeed.runtime.zero.muon.exchange import Exchange, require_same_on_all_r
 from deepspeed.runtime.zero.muon.layout import GroupLayout
 from deepspeed.runtime.zero.muon.matrices import Matrix, matrices_of
 from deepspeed.runtime.zero.muon.options import (ADAM_GROUP_DEFAULTS, DEFAULT_WORKSPACE_MB, MUON_GROUP_DEFAULTS,
-                                                 check_flag, check_muon_group, check_stats_every,
+                                                 check_adam_group, check_flag, check_muon_group, check_stats_every,
                                                  check_tensor_parallel, check_workspace_mb)
 from deepspeed.runtime.zero.muon.pack import Workspace
 from deepspeed.runtime.zero.muon.plan import Plan, PlanReport, build_plan, rank_plan, round_numel_within
@@ -98,8 +98,6 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         self.tensor_parallel = check_tensor_parallel(options.get("tensor_parallel", "exact"))
         self.selftest = check_flag("muon_selftest", options.get("muon_selftest", True))
         self.stats_every = check_stats_every(options.get("muon_stats_every", 0))
-        for key in ("muon_report", "per_head_muon"):
-            check_flag(key, options.get(key, True))
 
     def limit_workspace(self, workspace_mb: float, max_round_numel: Optional[int] = None) -> None:
         """Set the bounds that the constructor describes; plans made before are dropped. ValueError for a bad bound."""
@@ -378,6 +376,8 @@ def _with_defaults(index: int, group: dict[str, Any]) -> dict[str, Any]:
         completed["params"] = sorted([params] if isinstance(params, torch.Tensor) else params,
                                      key=lambda param: param.size(),
                                      reverse=True)
+    else:
+        check_adam_group(label, completed)
     return completed
 
 

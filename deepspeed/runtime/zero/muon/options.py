@@ -5,6 +5,7 @@
 
 import difflib
 import math
+from functools import partial
 from typing import Any, Callable, Dict, Iterable, Mapping
 
 from deepspeed.runtime.zero.muon.coefficients import METHODS, resolve
@@ -74,7 +75,8 @@ def check_optimizer_params(optimizer_params: Mapping[str, Any], model_parameters
         model_parameters: what deepspeed.initialize got as model_parameters, as a list. Its dicts are param groups.
 
     Raises:
-        ValueError: names the key and lists the valid ones, or says that "auto" has not been replaced.
+        ValueError: names the key and lists the valid ones, or the valid values of an option of the whole optimizer, or
+            says that "auto" has not been replaced.
     """
     unknown = [key for key in optimizer_params if key not in OPTIONS]
     if unknown:
@@ -87,6 +89,9 @@ def check_optimizer_params(optimizer_params: Mapping[str, Any], model_parameters
             f"Muon: the value of {', '.join(left)} is \"auto\", which nothing has replaced. transformers' "
             "Trainer replaces it for lr, weight_decay, betas and eps, accelerate for lr and weight_decay. "
             "Set the value.")
+    for key, check in _CHECKS.items():
+        if key in optimizer_params:
+            check(optimizer_params[key])
     groups = [item for item in model_parameters if isinstance(item, dict)]
     for index, group in enumerate(groups):
         _check_group_keys(repr(group.get("name", index)), group)
@@ -124,6 +129,13 @@ def check_muon_group(label: str, group: Mapping[str, Any]) -> None:
         raise ValueError(f"Muon: ns_dtype of {label} is bfloat16, in which ns_method 'gram' loses the small singular "
                          "values; use float16, float32 or null with it, or ns_method 'standard'")
     resolve(group["ns_coefficients"], group["ns_steps"])
+
+
+def check_adam_group(label: str, group: Mapping[str, Any]) -> None:
+    """The same for a group of the Adam half, which holds every key of ADAM_GROUP_DEFAULTS."""
+    for key, (valid, expected) in _ADAM_RANGES.items():
+        if not valid(group[key]):
+            raise ValueError(f"Muon: {key} of {label} must be {expected}, got {group[key]!r}")
 
 
 def check_workspace_mb(value: Any) -> float:
@@ -175,4 +187,29 @@ _MUON_RANGES: Dict[str, tuple[Callable[[Any], bool], str]] = {
     "ns_dtype": (lambda value: value is None or str(value).replace("torch.", "") in NS_DTYPES,
                  f"one of {', '.join(NS_DTYPES)}, or null"),
     "adjust_lr_fn": (lambda value: value in ADJUST_LR_FNS, f"one of {', '.join(ADJUST_LR_FNS)}"),
+}
+
+
+def _betas(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) == 2 and all(map(_number(0, 1), value))
+
+
+_ADAM_RANGES: Dict[str, tuple[Callable[[Any], bool], str]] = {
+    "lr": _MUON_RANGES["lr"],
+    "weight_decay": _MUON_RANGES["weight_decay"],
+    "eps": _MUON_RANGES["lr"],
+    "betas": (_betas, "two numbers from 0 up to, but not including, 1"),
+}
+
+# Options of the whole optimizer; those of groups are checked when the groups are complete, patterns with the model.
+_FLAGS = ("muon_report", "muon_selftest", "per_head_muon", "adam_w_mode", "torch_adam", "fp32_optimizer_states")
+_CHECKS: Dict[str, Callable[[Any], Any]] = {
+    **{
+        key: partial(check_flag, key)
+        for key in _FLAGS
+    },
+    "foreach": lambda value: value is None or check_flag("foreach", value),
+    "workspace_mb": check_workspace_mb,
+    "tensor_parallel": check_tensor_parallel,
+    "muon_stats_every": check_stats_every,
 }
