@@ -21,6 +21,7 @@ PRE_COMMIT := pre-commit==4.6.2
 ENGINE = bf16
 OPT = muon
 STEPS =
+STATS =
 ARGS =
 
 ENGINES := $(sort $(notdir $(basename $(wildcard examples/configs/*.json))))
@@ -63,10 +64,10 @@ help: ## show this list
 # A compilation that was killed leaves a lock that the next one waits for, for ever and without a word. None takes so long.
 UNLOCK = test ! -d $(TORCH_EXTENSIONS_DIR) || find $(TORCH_EXTENSIONS_DIR) -name lock -mmin +30 -delete
 
-train: $(VENV)/.train ## train the example language model: [ENGINE=bf16] [OPT=muon] [STEPS=n] [RANKS=n]
+train: $(VENV)/.train ## train the example language model: [ENGINE=bf16] [OPT=muon] [STEPS=n] [RANKS=n] [STATS=1]
 	@$(UNLOCK)
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(RANKS) \
-		examples/train.py --engine $(ENGINE) --opt $(OPT) $(if $(STEPS),--steps $(STEPS))
+		examples/train.py --engine $(ENGINE) --opt $(OPT) $(if $(STEPS),--steps $(STEPS)) $(if $(STATS),--stats)
 
 test: $(VENV)/.test ## run the whole test suite: [ARGS='-k name']
 	@$(UNLOCK)

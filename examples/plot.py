@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from loss_table import LossRow, step_reaching
+from stats_table import StatsRow
 
 MUON_COLOR = "#1f6fb2"
 ADAMW_COLOR = "#d1641e"
@@ -18,6 +19,13 @@ TRAIN_COLOR = "#9aa5b1"
 # A run starts near ln(256) = 5.55 and half of its fall is over after a few steps. The axis is cut below that, so that
 # the steps which tell runs apart get the room; the legend says where each curve starts.
 LOSS_AXIS_TOP = 3.6
+# Figure, how its panel is called, and whether its axis is logarithmic.
+STATS_PANELS = (
+    ("orthogonality_error", "orthogonality error: RMS of s² - 1", False),
+    ("update_rms", "RMS of an element of the update, lr apart", False),
+    ("momentum_norm", "norm of the momentum", True),
+    ("update_to_weight", "update / weight, norms", True),
+)
 
 
 def plot_run(rows: Sequence[LossRow], title: str, details: str, path: Path, color: str = MUON_COLOR) -> None:
@@ -43,6 +51,41 @@ def plot_comparison(muon: Sequence[LossRow], adamw: Sequence[LossRow], title: st
     else:
         _mark_lead(axes, adamw, muon[-1], "AdamW reaches Muon's final loss")
     _save(figure, axes, path)
+
+
+def plot_stats(rows: Sequence[StatsRow], title: str, details: str, path: Path) -> None:
+    """Draws the statistics of Muon's updates as a PNG at ``path``: a panel a figure, a line a family."""
+    figure = Figure(figsize=(11, 7.5), dpi=110, layout="constrained")
+    figure.suptitle(f"{title}\n", x=0.01, ha="left", fontsize=13, fontweight="bold")
+    figure.text(0.012, 0.952, details, fontsize=9.5, color="0.35")
+    families = list(dict.fromkeys(row.family for row in rows))
+    panels = figure.subplots(2, 2, sharex=True).flat
+    for axes, (name, words, logarithmic) in zip(panels, STATS_PANELS):
+        for number, family in enumerate(families):
+            own = [row for row in rows if row.family == family]
+            # A learning rate of 0 moves nothing, which a logarithmic axis cannot show.
+            axes.plot([row.step for row in own], [getattr(row, name) or math.nan for row in own],
+                      color=f"C{number % 10}",
+                      linewidth=1.6,
+                      marker="o" if len(own) < 3 else None,
+                      label=_short(family))
+        axes.set_title(words, loc="left", fontsize=10.5)
+        axes.grid(True, color="0.9")
+        axes.spines[["top", "right"]].set_visible(False)
+        if logarithmic:
+            axes.set_yscale("log")
+        else:
+            axes.set_ylim(bottom=0)
+    for axes in figure.axes[2:]:
+        axes.set_xlabel("optimizer step")
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(families)), frameon=False)
+    figure.savefig(path)
+
+
+def _short(family: str) -> str:
+    """`model.layers.*.mlp.up_proj.weight` as `mlp.up_proj`."""
+    return family.rpartition("*.")[2].removesuffix(".weight")
 
 
 def _mark_lead(axes: Axes, faster: Sequence[LossRow], slower_end: LossRow, words: str) -> None:

@@ -10,7 +10,8 @@ from typing import Sequence
 
 from ds_config import OPTIMIZERS
 from loss_table import LossRow, common_steps, read_loss_csv, write_loss_csv
-from plot import ADAMW_COLOR, MUON_COLOR, plot_comparison, plot_run
+from plot import ADAMW_COLOR, MUON_COLOR, plot_comparison, plot_run, plot_stats
+from stats_table import StatsRow, write_stats_csv
 
 NAMES = {"muon": "Muon", "adamw": "AdamW"}
 COLORS = {"muon": MUON_COLOR, "adamw": ADAMW_COLOR}
@@ -42,6 +43,14 @@ def write_run(folder: Path, rows: Sequence[LossRow], samples: Sequence[str], set
     plot_run(rows, f"{NAMES[opt]} under {engine}", settings.describe(), folder / "loss.png", COLORS[opt])
     (folder / "samples.txt").write_text(("\n" + "-" * 80 + "\n").join(samples) + "\n", encoding="utf-8")
     (folder / "settings.json").write_text(json.dumps(asdict(settings), indent=2) + "\n")
+
+
+def write_stats(folder: Path, rows: Sequence[StatsRow], settings: Settings) -> None:
+    """Writes muon_stats.csv and muon_stats.png into ``folder``, which is named ENGINE-OPT."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_stats_csv(rows, folder / "muon_stats.csv")
+    engine = folder.name.rpartition("-")[0]
+    plot_stats(rows, f"Muon's updates under {engine}", settings.describe(), folder / "muon_stats.png")
 
 
 def compare(out: Path, engine: str) -> str:

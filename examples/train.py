@@ -5,8 +5,8 @@
 
 Run it under torchrun or the deepspeed launcher:
     torchrun --standalone --nproc-per-node 2 examples/train.py --engine zero2 --opt muon
-Writes loss.csv, loss.png, samples.txt and settings.json to OUT/ENGINE-OPT/, and OUT/ENGINE-muon-vs-adamw.png once both
-optimizers have been run with the same settings.
+Writes loss.csv, loss.png, samples.txt and settings.json to OUT/ENGINE-OPT/, with --stats also muon_stats.csv and
+muon_stats.png, and OUT/ENGINE-muon-vs-adamw.png once both optimizers have been run with the same settings.
 """
 
 import argparse
@@ -30,10 +30,13 @@ from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 from ds_config import ENGINES, OPTIMIZERS, load_ds_config, schedule_steps  # noqa: E402
 from loss_table import LossRow  # noqa: E402
-from results import Settings, compare, write_run  # noqa: E402
+from results import Settings, compare, write_run, write_stats  # noqa: E402
+from stats_table import StatsRow, stats_rows  # noqa: E402
 from text import VOCAB_SIZE, Corpus, load_corpus, random_windows, spaced_windows  # noqa: E402
 
 EVALUATIONS = 20
+# Steps whose updates are looked at, with --stats.
+STATISTICS = 50
 VALIDATION_WINDOWS = 128
 # One length, so that they are one batch without padding.
 PROMPTS = ("import os\nimport sys\n", "    def __init__(self", "class Stream(object):", "def parse(text, flags")
@@ -61,6 +64,7 @@ def parse_arguments() -> argparse.Namespace:
                         type=int,
                         default=6,
                         help="query heads; half as many key-value heads if even (default: 6)")
+    parser.add_argument("--stats", action="store_true", help="plot statistics of Muon's updates (--opt muon only)")
     parser.add_argument("--sequence-length", type=int, default=128, help="bytes in a sequence (default: 128)")
     # The deepspeed launcher passes it; the rank is read from the environment, which torchrun sets too.
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
@@ -73,6 +77,8 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"--hidden-size {args.hidden_size} is not a multiple of 2 * --heads {args.heads}")
     if args.steps is not None and args.steps < 1:
         parser.error(f"--steps {args.steps}: at least 1 is needed")
+    if args.stats and args.opt != "muon":
+        parser.error(f"--stats: {args.opt} has no updates to orthogonalize, use --opt muon")
     return args
 
 
@@ -142,8 +148,12 @@ def evaluate(engine: deepspeed.DeepSpeedEngine, batches: list[torch.Tensor], tra
     return Evaluation(train_loss=mean_train, val_loss=mean_val, time_is_up=late_share > 0)
 
 
-def train(engine: deepspeed.DeepSpeedEngine, corpus: Corpus, args: argparse.Namespace, steps: int) -> list[LossRow]:
-    """Trains for ``steps`` optimizer steps or until time is up; returns a LossRow for each evaluation."""
+def train(engine: deepspeed.DeepSpeedEngine, corpus: Corpus, args: argparse.Namespace, steps: int,
+          stats: list[StatsRow]) -> list[LossRow]:
+    """Trains for ``steps`` optimizer steps or until time is up; returns a LossRow for each evaluation.
+
+    With ``--stats`` the statistics of Muon's updates are added to ``stats``.
+    """
     micro_batch = engine.train_micro_batch_size_per_gpu()
     batches = training_batches(corpus, args, micro_batch)
     held_out = validation_batches(corpus, args, micro_batch)
@@ -156,6 +166,9 @@ def train(engine: deepspeed.DeepSpeedEngine, corpus: Corpus, args: argparse.Name
     with tqdm(total=steps, desc=f"{args.engine} {args.opt}", unit="step", disable=dist.get_rank() != 0) as bar:
         for step in range(1, steps + 1):
             losses.append(train_step(engine, batches))
+            if args.stats:
+                # Sums over the ranks, so all of them ask.
+                stats.extend(stats_rows(engine.basic_optimizer.muon_stats(new_only=True)))
             bar.update()
             if step % interval and step != steps:
                 continue
@@ -206,6 +219,8 @@ def main() -> None:
     args = parse_arguments()
     config = load_ds_config(args.engine, args.opt, args.steps)
     steps = schedule_steps(config)
+    if args.stats:
+        config["optimizer"]["params"]["muon_stats_every"] = max(1, steps // STATISTICS)
     corpus = load_corpus()
     model = build_model(args)
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -221,10 +236,15 @@ def main() -> None:
     if dist.get_rank() == 0:
         print(f"{parameters:,} parameters; {corpus.train.numel():,} bytes of text in {len(corpus.train_files)} files, "
               f"{corpus.validation.numel():,} bytes in {len(corpus.validation_files)} files held out")
-    rows = train(engine, corpus, args, steps)
+    stats: list[StatsRow] = []
+    rows = train(engine, corpus, args, steps, stats)
     samples = generate_samples(engine, args)
     if dist.get_rank() == 0:
         report(rows, samples, settings, args)
+        if stats:
+            folder = args.out / f"{args.engine}-{args.opt}"
+            write_stats(folder, stats, settings)
+            print(f"statistics of the updates: {folder}/muon_stats.png, muon_stats.csv")
     dist.destroy_process_group()
 
 

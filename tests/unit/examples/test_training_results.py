@@ -13,8 +13,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
 
 from loss_table import LossRow, common_steps, read_loss_csv, step_reaching, write_loss_csv  # noqa: E402
-from plot import plot_comparison, plot_run  # noqa: E402
-from results import Settings, compare, write_run  # noqa: E402
+from plot import STATS_PANELS, plot_comparison, plot_run  # noqa: E402
+from results import Settings, compare, write_run, write_stats  # noqa: E402
+from stats_table import FIGURES, StatsRow, read_stats_csv, stats_rows  # noqa: E402
+from deepspeed.runtime.zero.muon.stats import FamilyStats, MatrixStats  # noqa: E402
 
 SETTINGS = Settings(steps=100,
                     seed=1,
@@ -104,3 +106,25 @@ def test_runs_with_other_settings_are_not_compared(tmp_path: Path):
     write_run(tmp_path / "zero1-adamw", falling_losses(1.6), ["def"], replace(SETTINGS, seed=2, layers=5))
     assert compare(tmp_path, "zero1").endswith("differ in seed, layers")
     assert not list(tmp_path.glob("*.png"))
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_statistics_are_written_as_they_were_and_drawn(tmp_path: Path, steps: int):
+    rows = []
+    for step in range(1, steps + 1):
+        found = {
+            "model.layers.*.mlp.up_proj.weight": FamilyStats(step, 2, MatrixStats(0.25, 0.04 / step, 1e-3, 0.02)),
+            "row": FamilyStats(step, 1, MatrixStats(0.3, 0.1, 2e-3, 0.0)),
+        }
+        rows += stats_rows(found)
+    assert rows[0] == StatsRow(1, "model.layers.*.mlp.up_proj.weight", 0.25, 0.04, 1e-3, 0.02)
+    write_stats(tmp_path / "zero2-muon", rows, SETTINGS)
+    read = read_stats_csv(tmp_path / "zero2-muon" / "muon_stats.csv")
+    assert [(row.step, row.family) for row in read] == [(row.step, row.family) for row in rows]
+    for name in FIGURES:
+        assert [getattr(row, name) for row in read] == pytest.approx([getattr(row, name) for row in rows], rel=1e-5)
+    assert (tmp_path / "zero2-muon" / "muon_stats.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_figure_of_the_optimizer_has_a_column_and_a_panel():
+    assert FIGURES == tuple(MatrixStats.__dataclass_fields__) == tuple(panel[0] for panel in STATS_PANELS)

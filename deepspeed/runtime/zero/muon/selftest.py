@@ -211,6 +211,7 @@ class SelfTest(Watcher):
         shape = spectrum(step.kernel.triples)
         for batch in self._batches:
             tiny = torch.finfo(torch.float32).tiny
+            divisors = batch.divisors.tolist()
             (norms, squares), (after, after_squares) = (moments.tolist() for moments in batch.moments)
             for position, index in enumerate(batch.matrices):
                 if step.plan.plan.layout_of[index] not in self._watched:
@@ -218,7 +219,7 @@ class SelfTest(Watcher):
                 norm, square = norms[position], squares[position]
                 if not math.isfinite(norm) or norm == 0 and after[position] == 0:
                     continue
-                whole = float(batch.divisors[position]) > tiny
+                whole = divisors[position] > tiny
                 yield from (f"{self._about(step, index)}: {words}"
                             for words in self._wrong_update(step, index, shape, (norm, square, after[position],
                                                                                  after_squares[position], whole)))
