@@ -4,6 +4,7 @@
 """The check of the first step: what it finds when the step is broken, and that it finds nothing when it is not."""
 
 import math
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
@@ -248,5 +249,20 @@ class TestEngines(DistributedTest):
         with broken[fault]:
             contract.train_step(trained, gradients, 0)
         with pytest.raises(RuntimeError, match=f"Muon self-test .*muon-params.*{found}"):
+            contract.train_step(trained, gradients, 1)
+        trained.destroy()
+
+    @pytest.mark.parametrize("engine", ["stage0", "zero2", "zero3"])
+    @pytest.mark.parametrize("told", [True, False])
+    def test_a_checkpoint_undoes_a_step_and_may(self, engine, told, tmpdir):
+        trained = contract.initialize(ProductModel(SHAPES), contract.ds_config(engine))
+        gradients = Gradients(SHAPES, self.world_size)
+        trained.save_checkpoint(str(tmpdir), tag="start")
+        contract.train_step(trained, gradients, 0)
+        kept = mock.patch.object(MuonWithAuxAdam, "weights_were_set") if not told else nullcontext()
+        with kept:
+            trained.load_checkpoint(str(tmpdir), tag="start", load_optimizer_states=False)
+        # What would be found if nobody told the optimizer.
+        with nullcontext() if told else pytest.raises(RuntimeError, match="moved by 0 of their update"):
             contract.train_step(trained, gradients, 1)
         trained.destroy()
