@@ -41,6 +41,8 @@ VALUES: Dict[str, str] = {
     "workspace_mb": ABOVE_0,
     "adam_params": PATTERNS,
     "muon_params": PATTERNS,
+    "fused_params":
+    "`known`, or an object: regular expression to a number of equal parts or a list of numbers of outputs",
     "tensor_parallel": _one_of(TENSOR_PARALLEL),
     "muon_report": FLAG,
     "muon_selftest": FLAG,
@@ -62,6 +64,7 @@ DEFAULTS: Dict[str, Any] = {
     "workspace_mb": DEFAULT_WORKSPACE_MB,
     "adam_params": [],
     "muon_params": [],
+    "fused_params": {},
     "tensor_parallel": TENSOR_PARALLEL[0],
     "muon_report": True,
     "muon_selftest": True,

@@ -3,8 +3,8 @@
 # DeepSpeed Team
 """docs/support.md from a run of the tests: what a passed test with the mark `support` shows, nothing else.
 
-`--support=FILE` writes the table, `--support-check=FILE` fails the run where the file says something else. Both are for
-runs of the whole suite: a row whose tests did not run is not in the table.
+`--support=FILE` writes the table, `--support-check=FILE` fails the run where the file says something else. Both are
+for runs of the whole suite: a row whose tests did not run is not in the table.
 """
 
 import difflib
@@ -51,7 +51,8 @@ class Claim(NamedTuple):
 
 
 def claims_of(item: pytest.Item) -> List[Claim]:
-    """Of the marks of a test: `feature`, `state` and `engine`, which by default is the engine of its parameters.
+    """Of the marks of a test: `feature`, `state` and `engine`; without one, and where it says all, the engine is that
+    of the test's parameters.
 
     Parameters in braces in `feature` are replaced by their values. Raises pytest.UsageError where a mark has other
     keys, or the engine is not known.
@@ -65,10 +66,13 @@ def claims_of(item: pytest.Item) -> List[Claim]:
         if mark.args or set(mark.kwargs) - {"engine"} != {"feature", "state"}:
             raise pytest.UsageError(f"{item.nodeid}: a mark `support` takes feature, state and engine by name")
         own = next((parameters[key] for key in ("engine", "source", "stage") if key in parameters), None)
-        engine = mark.kwargs.get("engine") or _LABELS.get(own)
+        engine = mark.kwargs.get("engine")
+        if engine in (None, ALL) and own is not None:
+            engine = _LABELS.get(own)
         if engine is None:
             raise pytest.UsageError(f"{item.nodeid}: a mark `support` without engine, and none in the parameters")
-        found.append(Claim(mark.kwargs["feature"].format(**parameters), engine, mark.kwargs["state"], test))
+        feature = mark.kwargs["feature"].format(**parameters)
+        found.append(Claim(feature[0].upper() + feature[1:], engine, mark.kwargs["state"], test))
     return found
 
 

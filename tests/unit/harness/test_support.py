@@ -9,11 +9,11 @@ from unit.harness.inner import copy_case, run_pytest, start_pytest
 from unit.support import Claim, table
 
 ROWS = """\
-| experts (SuperOffload: refused) |  |  | exact |  |  | `test_support_case.py::test_one` |
-| heads | exact | exact | exact | exact | exact | `test_support_case.py::TestHeads` |
+| Experts (SuperOffload: refused) |  |  | exact |  |  | `test_support_case.py::test_one` |
+| Heads | exact | exact | exact | exact | exact | `test_support_case.py::TestHeads` |
 | NVMe |  |  |  | refused | exact | `test_support_case.py::test_twice` |
-| weights in bf16 |  |  | exact |  |  | `test_support_case.py::test_parameters` |
-| weights in fp32 |  |  |  |  | exact | `test_support_case.py::test_parameters` |
+| Weights in bf16 |  |  | exact |  |  | `test_support_case.py::test_parameters` |
+| Weights in fp32 |  |  |  |  | exact | `test_support_case.py::test_parameters` |
 """
 
 

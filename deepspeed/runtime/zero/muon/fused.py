@@ -13,7 +13,7 @@ from typing import Any, Mapping, Optional, Sequence, Union
 from torch import nn
 
 FUSED_KEY = "fused_params"
-AUTO = "auto"
+KNOWN = "known"
 
 Parts = tuple[int, ...]
 # A number of equal parts, or numbers of outputs.
@@ -24,15 +24,15 @@ _HEAD_BY_HEAD = ("GPTNeoXAttention", "GPTNeoXJapaneseAttention", "BloomAttention
 
 
 def check_fused(value: Any) -> Mapping[str, Spec]:
-    """The patterns of `fused_params`, empty where none are given or the value is "auto".
+    """The patterns of `fused_params`, empty where none are given or the value is "known".
 
-    Raises ValueError for anything but null, "auto", or an object whose values are integers of at least 1 (that many
+    Raises ValueError for anything but null, "known", or an object whose values are integers of at least 1 (that many
     equal parts; 1 leaves the projection whole) or lists of them (numbers of outputs).
     """
-    if value is None or value == AUTO:
+    if value is None or value == KNOWN:
         return {}
     if not isinstance(value, Mapping):
-        raise ValueError(f"Muon: {FUSED_KEY} must be \"auto\" or an object of regular expressions and parts, such as "
+        raise ValueError(f"Muon: {FUSED_KEY} must be \"known\" or an object of regular expressions and parts, such as "
                          f"{{\"c_attn\": 3}}, got {value!r}")
     for pattern, spec in value.items():
         numbers = spec if isinstance(spec, (list, tuple)) else [spec]
@@ -140,6 +140,6 @@ def take_apart(model: nn.Module, value: Any, sizes: Mapping[str, tuple[int, int]
         path, _, attribute = name.rpartition(".")
         known = known_parts(model, path, attribute, outputs, inputs)
         if known is not None:
-            found[name] = (known, f"{len(known)} parts") if value == AUTO else ((
+            found[name] = (known, f"{len(known)} parts") if value == KNOWN else ((
                 outputs, ), f"fused of {len(known)} and kept whole, see {FUSED_KEY}")
     return found

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, Callable, Dict, Iterable, Mapping
 
 from deepspeed.runtime.zero.muon.coefficients import METHODS, resolve
+from deepspeed.runtime.zero.muon.fused import FUSED_KEY, check_fused
 
 ADJUST_LR_FNS = ("original", "match_rms_adamw")
 NS_DTYPES = ("float32", "float16", "bfloat16")
@@ -32,7 +33,7 @@ OPTIONS: Dict[str, str] = {
     "adam_params": "list of regular expressions: parameters whose name one of them is found in go to Adam",
     "muon_params": "the same for Muon, where the rules by module would say Adam",
     "fused_params":
-    "projections to take apart: auto, or regular expressions with the number or the sizes of the parts",
+    "projections to take apart: known, or regular expressions with the number or the sizes of the parts",
     "tensor_parallel": "exact exchanges the blocks of tensor-parallel ranks, shard orthogonalizes each on its own",
     "muon_report": "false silences the start-up report",
     "muon_selftest": "false leaves out the check of the first step with a learning rate above 0",
@@ -212,4 +213,5 @@ _CHECKS: Dict[str, Callable[[Any], Any]] = {
     "workspace_mb": check_workspace_mb,
     "tensor_parallel": check_tensor_parallel,
     "muon_stats_every": check_stats_every,
+    FUSED_KEY: check_fused,
 }

@@ -158,10 +158,10 @@ class SelfTest(Watcher):
             return
         self._sample_moves(step, part, updates, factors)
         plan, rank = step.plan.plan, step.plan.rank
-        for index, offset, x, update in zip(part.matrices, part.offsets, step.normalized(part), updates):
+        for index, held, x, update in zip(part.matrices, part.fragments, step.normalized(part), updates):
             matrix = plan.matrices[index]
             for fragment in plan.placements[index].on_rank(rank) if matrix.column_blocks == 1 else ():
-                if fragment.offset_in_partition != offset:
+                if fragment.offset_in_partition != held.offset_in_partition:
                     continue
                 start = -fragment.offset_in_matrix % matrix.cols
                 stop = start + (fragment.numel - start) // matrix.cols * matrix.cols
@@ -175,7 +175,8 @@ class SelfTest(Watcher):
         decay = 1 - partition.lr * partition.weight_decay
         taken = sum(move.partition == part.partition for move in self._moves)
         for index in range(min(len(part.matrices), SAMPLED_FRAGMENTS - taken)):
-            offset, numel = part.offsets[index], min(part.numels[index], SAMPLED_NUMEL)
+            fragment = part.fragments[index]
+            offset, numel = fragment.offset_in_partition, min(fragment.numel // fragment.strips, SAMPLED_NUMEL)
             before = partition.weight[offset:offset + numel].clone()
             update = updates[index][:numel].to(device=before.device, dtype=before.dtype) * factors[index]
             self._moves.append(

@@ -16,7 +16,7 @@ from typing import Any, Iterable, Optional, Sequence
 import torch
 
 from deepspeed.runtime.zero.muon.exchange import Exchange
-from deepspeed.runtime.zero.muon.pack import slices
+from deepspeed.runtime.zero.muon.pack import gather_fragments
 from deepspeed.runtime.zero.muon.plan import Plan
 from deepspeed.runtime.zero.muon.report import folded
 from deepspeed.runtime.zero.muon.step import MuonStep
@@ -88,12 +88,12 @@ class Statistics(Watcher):
         if not self._taking:
             return
         plan, partition = step.plan.plan, step.partitions[part.partition]
-        for index, offset, numel in zip(part.matrices, part.offsets, part.numels):
+        for index, fragment in zip(part.matrices, part.fragments):
             # Of a replicated matrix every rank holds all: one counts.
             if index in self._rows and not (plan.replicated and plan.owners[index] != step.plan.rank):
                 found = [
                     torch.linalg.vector_norm(one, dtype=torch.float64)**2
-                    for flat in (partition.momentum, partition.weight) for one in slices(flat, [offset], [numel])
+                    for flat in (partition.momentum, partition.weight) for one in gather_fragments(flat, [fragment])
                 ]
                 self._momenta_and_weights.setdefault(self._rows[index], []).append(torch.stack(found))
 

@@ -149,7 +149,7 @@ def llama4():
     return transformers.Llama4ForCausalLM(config)
 
 
-AUTO = {
+KNOWN = {
     gpt2: {
         "transformer.h.0.attn.c_attn.weight": (32, 32, 32)
     },
@@ -178,10 +178,10 @@ AUTO = {
 
 class TestSelection:
 
-    @pytest.mark.parametrize("make", AUTO, ids=lambda make: make.__name__)
-    def test_auto(self, make):
-        choices = choose(make(), {"fused_params": "auto"})
-        assert {name: choice.parts for name, choice in choices.items() if choice.parts} == AUTO[make]
+    @pytest.mark.parametrize("make", KNOWN, ids=lambda make: make.__name__)
+    def test_known(self, make):
+        choices = choose(make(), {"fused_params": "known"})
+        assert {name: choice.parts for name, choice in choices.items() if choice.parts} == KNOWN[make]
 
     @pytest.mark.parametrize("make, attention, fused, dense", [
         (gpt2, "transformer.h.0.attn", "c_attn", "c_proj"),
@@ -192,7 +192,7 @@ class TestSelection:
     def test_the_last_part_is_the_value(self, make, attention, fused, dense):
         """Without the value nothing passes the attention; without what is taken for key, something does."""
         model = make().eval()
-        tag_parameters(model, {"fused_params": "auto"})
+        tag_parameters(model, {"fused_params": "known"})
         block = model.get_submodule(attention)
         weight, bias = getattr(block, fused).weight, getattr(block, fused).bias
         nn.init.normal_(weight)
@@ -213,7 +213,7 @@ class TestSelection:
 
     def test_multihead_attention(self):
         model = nn.ModuleDict(dict(attention=nn.MultiheadAttention(8, 2)))
-        assert choose(model, {"fused_params": "auto"})["attention.in_proj_weight"].parts == (8, 8, 8)
+        assert choose(model, {"fused_params": "known"})["attention.in_proj_weight"].parts == (8, 8, 8)
 
     def test_kept_whole_unless_asked(self):
         choice = choose(gpt2(), {})["transformer.h.0.attn.c_attn.weight"]
@@ -241,7 +241,7 @@ class TestSelection:
         assert experts["model.layers.0.feed_forward.experts.gate_up_proj"].transposed
 
     @pytest.mark.parametrize("value, found", [
-        ("yes", "fused_params must be \"auto\" or an object"),
+        ("yes", "fused_params must be \"known\" or an object"),
         ({
             "c_attn": 0
         }, "fused_params says 0 for 'c_attn'"),
@@ -270,7 +270,7 @@ class TestSelection:
 
     def test_not_together_with_heads(self):
         model = gpt2()
-        tag_parameters(model, {"fused_params": "auto"})
+        tag_parameters(model, {"fused_params": "known"})
         weight = model.transformer.h[0].attn.c_attn.weight
         weight.muon_num_heads = 4
         with pytest.raises(ValueError, match="w is to be taken apart into 4 heads by per_head_muon and into 3 parts"):
@@ -279,7 +279,7 @@ class TestSelection:
     @pytest.mark.parametrize("partition_dim, refused", [(1, True), (0, False)])
     def test_not_where_tensor_ranks_cut_the_outputs(self, partition_dim, refused):
         model = gpt2()
-        tag_parameters(model, {"fused_params": "auto"})
+        tag_parameters(model, {"fused_params": "known"})
         weight = model.transformer.h[0].attn.c_attn.weight
         weight.tensor_model_parallel, weight.partition_dim = True, partition_dim
         engine = SimpleNamespace(param_names={weight: "c_attn.weight"})
@@ -290,7 +290,7 @@ class TestSelection:
             assert engines._tensor_cut(engine, weight) == partition_dim
 
     def test_the_key_is_known(self):
-        check_optimizer_params({"fused_params": "auto"})
+        check_optimizer_params({"fused_params": "known"})
 
 
 SHAPES = {"attention.c_attn.weight": (7, 12), "attention.query_key_value.weight": (24, 5), "mlp.up.weight": (9, 8)}

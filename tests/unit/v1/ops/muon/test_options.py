@@ -15,7 +15,15 @@ from deepspeed.runtime.zero.muon.optimizer import MuonWithAuxAdam
 
 
 def test_every_known_key_passes_and_nothing_is_changed():
-    values = {"workspace_mb": 1.5, "tensor_parallel": "shard", "muon_stats_every": 10, "foreach": None}
+    values = {
+        "workspace_mb": 1.5,
+        "tensor_parallel": "shard",
+        "muon_stats_every": 10,
+        "foreach": None,
+        "fused_params": {
+            "c_attn": 3
+        }
+    }
     params = {key: values.get(key, True) for key in OPTIONS}
     given = dict(params)
     check_optimizer_params(given, [{"params": [], "lr": 1e-3}, object()])
