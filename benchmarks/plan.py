@@ -48,7 +48,7 @@ def main() -> None:
     for name, shapes, world_size in CASES:
         start = time.perf_counter()
         plan = plan_sharded(shapes, world_size)
-        rank_plan(plan, 0, 1)
+        rank_plan(plan, 0)
         plan.digests()
         seconds = time.perf_counter() - start
         report = plan.report()

@@ -131,9 +131,11 @@ whole matrices are cut to partitions.
         subject="fork: extras for its tests and its example",
         body="""\
 Only for the fork, not for upstream: `pip install .[test]` and `pip install .[example]` bring what the fork's own test
-suite and its training example need, so that the make targets install nothing by name.
+suite and its training example need, so that the make targets install nothing by name. `[kernels]` brings optional
+kernels for recent GPUs.
 """,
-        files=("requirements/requirements-test.txt", "requirements/requirements-example.txt"),
+        files=("requirements/requirements-test.txt", "requirements/requirements-example.txt",
+               "requirements/requirements-kernels.txt"),
     ),
 ]
 

@@ -15,8 +15,10 @@ EDITS = [
         code="""
             extras_require['test'] = fetch_requirements('requirements/requirements-test.txt')
             extras_require['example'] = fetch_requirements('requirements/requirements-example.txt')
+            extras_require['kernels'] = fetch_requirements('requirements/requirements-kernels.txt')
         """,
-        why="The fork's tests and its example need packages that DeepSpeed's own extras do not have.",
+        why="The fork's tests, its example and its optional kernels need packages that DeepSpeed's own extras do not "
+        "have.",
         engine="none, packaging of the fork",
         drop_when="never; it is the fork's own and no part of what is offered upstream",
         series="extras",

@@ -16,6 +16,7 @@ SEVEN = "def f(self, a: int, b: int, c: int, d: int, e: int, g: int, h: int) -> 
     "x = 1\n" * 400,
     "class A:\n\n    def __init__(self, a: int):\n        pass\n",
     SEVEN.replace("def f(self", "def muon_update(z: int"),
+    "@triton.jit\ndef f(a, b, c, d, e, g, h, i):\n    pass\n",
 ])
 def test_what_is_within_the_measures_is_accepted(check_file, text):
     assert check_file("check_measures", text) == []
@@ -27,6 +28,7 @@ def test_what_is_within_the_measures_is_accepted(check_file, text):
     (SEVEN.replace("(self", "(z: int"), "f has 8 parameters"),
     (SEVEN.replace("h: int", "h: int, **k: int"), "f has 8 parameters"),
     ("def f(a, b: int) -> int:\n    return a\n", "no type for: a"),
+    ("@triton.autotune\ndef f(a, b: int) -> int:\n    return a\n", "no type for: a"),
     ("async def f(a: int):\n    return a\n", "no type for: what it returns"),
 ])
 def test_what_exceeds_them_is_found(check_file, text, said):

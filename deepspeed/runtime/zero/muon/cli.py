@@ -19,8 +19,7 @@ from deepspeed.runtime.config import MUON_OPTIMIZER
 from deepspeed.runtime.zero.config import get_zero_config
 from deepspeed.runtime.zero.muon.estimate import (Engine, Estimate, Iteration, Machine, Parameter, estimate, limits,
                                                   step_groups)
-from deepspeed.runtime.zero.muon.matrices import matrices_of
-from deepspeed.runtime.zero.muon.optimizer import matrices_of_parameter
+from deepspeed.runtime.zero.muon.matrices import matrices_of, matrices_of_parameter
 from deepspeed.runtime.zero.muon.options import (DEFAULT_WORKSPACE_MB, MUON_GROUP_DEFAULTS, check_muon_group,
                                                  check_optimizer_params, check_workspace_mb)
 from deepspeed.runtime.zero.muon.plan import round_numel_within

@@ -19,6 +19,9 @@ METHODS = ("standard", "gram")
 # the same for five steps): measured, see restart_positions.
 RESTART_EVERY = 3
 
+# Rows and columns are padded with zeros to a multiple of this many elements: 64 bytes in fp32, 32 in half precision.
+PAD_MULTIPLE = 16
+
 
 @dataclass(frozen=True)
 class CoefficientSet:
@@ -143,6 +146,11 @@ def check_method(method: str) -> None:
         raise ValueError(f"ns_method must be one of {list(METHODS)}, got {method!r}")
 
 
+def padded(size: int) -> int:
+    """`size` rounded up to a multiple of PAD_MULTIPLE."""
+    return -(-size // PAD_MULTIPLE) * PAD_MULTIPLE
+
+
 def restart_positions(steps: int) -> tuple[int, ...]:
     """After how many of `steps` Gram steps the matrix is rebuilt: after every third one, never after the last.
 
@@ -157,21 +165,35 @@ def uses_gram(method: str, m: int, n: int) -> bool:
     """Whether `method` runs the Gram iteration on an m x n matrix (either orientation): only where it is cheaper.
 
     With s steps and g = 1 + restarts the costs meet where 4r(s - g) = 6(s - g), that is at r = long/short side = 1.5
-    for every number of steps; a symmetric-product kernel would move that point to 1.
+    for every number of steps. Kernels for symmetric products would move that point to 1; which iteration runs must not
+    depend on them, so that weights do not depend on a measurement.
     """
     check_method(method)
     return method == "gram" and 2 * max(m, n) >= 3 * min(m, n)
 
 
-def flops(m: int, n: int, method: str, steps: int) -> int:
+def flops(m: int, n: int, method: str, steps: int, symmetric: bool = False) -> int:
     """Floating-point operations of all matrix products on one m x n matrix (a multiply-add counts two), padding apart.
 
     With m the short side and r = n/m, in m^3: standard steps*(4r + 2), which is 20r + 10 for five steps; Gram with g =
-    1 + restarts 4r*g + 8*steps - 6*g, which is 8r + 28. A matrix on which `uses_gram` is false costs the standard
-    iteration.
+    1 + restarts 4r*g + 8*steps - 6*g, which is 8r + 28. With `symmetric`, products that compute half of a symmetric
+    result (less the diagonal): standard steps*(3r + 1), that is 15r + 5; Gram 3r*g + 4*steps - 3*g, that is 6r + 14. A
+    matrix on which `uses_gram` is false costs the standard iteration.
+
+    Owners are dealt by the figures without `symmetric` whatever kernel runs, so that a plan does not depend on what
+    was measured on a machine. Relative to each other they differ by at most 4:3 in the terms with r.
     """
     short, long = min(m, n), max(m, n)
-    if not uses_gram(method, m, n):
-        return steps * (4 * short * short * long + 2 * short**3)
     segments = 1 + len(restart_positions(steps))
-    return 4 * segments * short * short * long + (8 * steps - 6 * segments) * short**3
+    gram = uses_gram(method, m, n)
+    # Each counts two half products: m*m*n for X X^T and 2*m*m*n for a product with X, 2*m^3 for a square one.
+    with_x, square = (segments, 4 * steps - 3 * segments) if gram else (steps, steps)
+    if symmetric:
+        return 3 * with_x * short * short * long + square * short**3
+    return 4 * with_x * short * short * long + 2 * square * short**3
+
+
+def launches(gram: bool, steps: int) -> int:
+    """Matrix products of an iteration, whatever the batch: 3 a step (standard), 4 a step less one a restart segment
+    (Gram)."""
+    return 4 * steps - 1 - len(restart_positions(steps)) if gram else 3 * steps

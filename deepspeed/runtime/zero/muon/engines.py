@@ -20,8 +20,8 @@ from deepspeed.runtime.utils import (clip_tensors_by_global_norm, get_global_nor
                                      is_invalid_grad_norm, is_model_parallel_parameter)
 from deepspeed.runtime.zero.muon.exchange import Exchange
 from deepspeed.runtime.zero.muon.layout import GroupLayout
-from deepspeed.runtime.zero.muon.matrices import Matrix
-from deepspeed.runtime.zero.muon.optimizer import MOMENTUM_KEY, MuonWithAuxAdam, matrices_of_parameter
+from deepspeed.runtime.zero.muon.matrices import Matrix, matrices_of_parameter
+from deepspeed.runtime.zero.muon.optimizer import MOMENTUM_KEY, MuonWithAuxAdam
 from deepspeed.runtime.zero.muon.report import BY_GROUP, start_up_report
 from deepspeed.runtime.zero.muon.tensor_parallel import TensorShard, join
 from deepspeed.utils import groups, logger

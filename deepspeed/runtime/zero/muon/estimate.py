@@ -190,7 +190,8 @@ def step_seconds(plan: Plan, machine: Machine) -> tuple[float, float]:
     """(seconds of the whole, of the orthogonalization alone) of one plan.
 
     Each round takes as long as its slowest rank. As exchange.run_rounds orders them, a round travels to its owners
-    while the one before is orthogonalized, and the way back is waited for. Norms count as one ring all-reduce.
+    while the one before is orthogonalized and the update of the one before that travels back. Norms count as one ring
+    all-reduce.
     """
     link = machine.link(plan.world_size)
     compute: list[float] = []
@@ -208,8 +209,9 @@ def step_seconds(plan: Plan, machine: Machine) -> tuple[float, float]:
     if not compute:
         return 0.0, 0.0
     norms = 2 * 8 * len(plan.straddling) / link if plan.world_size > 1 else 0.0
-    overlapped = sum(max(now, following) for now, following in zip(compute, [*there[1:], 0.0]))
-    return norms + there[0] + overlapped + sum(back), sum(compute)
+    in_flight = (following + returning for following, returning in zip([*there[1:], 0.0], [0.0, *back]))
+    overlapped = sum(map(max, compute, in_flight))
+    return norms + there[0] + overlapped + back[-1], sum(compute)
 
 
 def estimate(parameters: Sequence[Parameter],

@@ -3,7 +3,7 @@
 # DeepSpeed Team
 """Every collective of Muon, and the pipeline that overlaps them with the orthogonalization."""
 
-from typing import Any, Optional, Protocol, Sequence
+from typing import Any, Callable, Optional, Protocol, Sequence
 
 import torch
 
@@ -18,22 +18,26 @@ class Handle(Protocol):
 
 
 class RoundWork(Protocol):
-    """The computations around the exchanges of round `index`, in the order in which `run_rounds` calls them."""
+    """The computations around the exchanges of round `index`. One pair of buffers serves the way to the owners and
+    another the way back, one round at a time each; a batch holds the matrices in between."""
 
     def pack(self, index: int) -> None:
-        """Fill the round's send buffer from the partitions."""
+        """Fill the send buffer from the partitions."""
 
     def send_to_owners(self, index: int) -> Optional[Handle]:
         """Start the exchange to the owners; None where the round has none."""
 
+    def assemble(self, index: int) -> None:
+        """Put the owned matrices together in the batch. What has arrived is free afterwards."""
+
     def orthogonalize(self, index: int) -> None:
-        """Assemble the owned matrices, orthogonalize them, and fill the receive buffer with what goes back."""
+        """Replace the batch by its update."""
+
+    def send_back(self, index: int) -> Optional[Handle]:
+        """Start the exchange back of what came from other ranks; None where the round has none."""
 
     def apply_kept(self, index: int) -> None:
         """Step the weights with the slices of the update that are needed where they were made."""
-
-    def send_back(self, index: int) -> Optional[Handle]:
-        """Start the exchange back; None where the round has none."""
 
     def apply_returned(self, index: int) -> None:
         """Step the weights with the slices of the update that have come back."""
@@ -91,31 +95,35 @@ def require_same_on_all_ranks(exchange: Exchange, digests: Sequence[tuple[str, s
                                "build the same model with the same shapes, in the same order, and the same config.")
 
 
-def run_rounds(work: RoundWork, count: int) -> None:
-    """Run the rounds so that round k + 1 travels to its owners while round k is orthogonalized.
-
-    Two sets of exchange buffers take turns, so the update of round k - 1 is applied before round k + 1 is packed.
+def run_rounds(work: RoundWork, count: int, meanwhile: Optional[Callable[[], None]] = None) -> None:
+    """Run the rounds so that, while round k is orthogonalized, round k + 1 travels to its owners and the update of
+    round k - 1 travels back. `meanwhile`, work that has nothing to do with the rounds, is called once: while the last
+    update travels, which no round hides.
     """
-    if count == 0:
-        return
     returning: Optional[Handle] = None
-    work.pack(0)
-    arriving = work.send_to_owners(0)
+    arriving: Optional[Handle] = None
+    if count > 0:
+        work.pack(0)
+        arriving = work.send_to_owners(0)
     for index in range(count):
+        _wait(arriving)
+        work.assemble(index)
+        # Only now is the buffer of the way there free for the next round.
+        if index + 1 < count:
+            work.pack(index + 1)
+            arriving = work.send_to_owners(index + 1)
+        work.orthogonalize(index)
+        # And only now the one of the way back.
         if index > 0:
             _wait(returning)
             work.apply_returned(index - 1)
-        following: Optional[Handle] = None
-        if index + 1 < count:
-            work.pack(index + 1)
-            following = work.send_to_owners(index + 1)
-        _wait(arriving)
-        work.orthogonalize(index)
         returning = work.send_back(index)
         work.apply_kept(index)
-        arriving = following
-    _wait(returning)
-    work.apply_returned(count - 1)
+    if meanwhile is not None:
+        meanwhile()
+    if count > 0:
+        _wait(returning)
+        work.apply_returned(count - 1)
 
 
 def _wait(handle: Optional[Handle]) -> None:

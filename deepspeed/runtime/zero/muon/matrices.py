@@ -4,7 +4,7 @@
 """Which matrices a parameter is made of. Plain integers."""
 
 from dataclasses import dataclass
-from typing import Optional, Sequence
+from typing import Any, Optional, Sequence
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,21 @@ def matrices_of(name: str,
                        stride=0 if contiguous else sum(parts) * width))
             offset += part * width
     return tuple(matrices)
+
+
+def matrices_of_parameter(name: str, param: Any, shape: tuple[int, ...]) -> tuple[Matrix, ...]:
+    """The matrices of a parameter by the marks it carries: `is_expert_group`, `muon_num_heads`, `muon_parts`,
+    `muon_transposed`. `shape` is the layer's, which a partitioned parameter does not have. Raises ValueError where
+    the marks do not fit the shape."""
+    num_heads, parts = getattr(param, "muon_num_heads", None), getattr(param, "muon_parts", None)
+    if num_heads and parts and len(parts) > 1:
+        raise ValueError(f"Muon: {name} is to be taken apart into {num_heads} heads by per_head_muon and into "
+                         f"{len(parts)} parts by fused_params or param.muon_parts; choose one of them")
+    return matrices_of(name,
+                       shape,
+                       expert_stack=getattr(param, "is_expert_group", False),
+                       parts=[shape[0] // num_heads] * num_heads if num_heads else parts,
+                       transposed=getattr(param, "muon_transposed", False))
 
 
 def _require(condition: bool, found: str) -> None:

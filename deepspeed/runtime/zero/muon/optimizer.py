@@ -12,13 +12,15 @@ import torch
 from deepspeed.runtime.zero.muon import newton_schulz
 from deepspeed.runtime.zero.muon.coefficients import flops, resolve
 from deepspeed.runtime.zero.muon.exchange import Exchange, require_same_on_all_ranks
+from deepspeed.runtime.zero.muon.kernels import agree
 from deepspeed.runtime.zero.muon.layout import GroupLayout
-from deepspeed.runtime.zero.muon.matrices import Matrix, matrices_of
+from deepspeed.runtime.zero.muon.matrices import matrices_of_parameter
 from deepspeed.runtime.zero.muon.options import (ADAM_GROUP_DEFAULTS, DEFAULT_WORKSPACE_MB, MUON_GROUP_DEFAULTS,
                                                  check_adam_group, check_flag, check_muon_group, check_stats_every,
                                                  check_tensor_parallel, check_workspace_mb)
 from deepspeed.runtime.zero.muon.pack import Workspace
 from deepspeed.runtime.zero.muon.plan import Plan, PlanReport, build_plan, rank_plan, round_numel_within
+from deepspeed.runtime.zero.muon.products import Products
 from deepspeed.runtime.zero.muon.selftest import SelfTest
 from deepspeed.runtime.zero.muon.stats import FamilyStats, Statistics, collect
 from deepspeed.runtime.zero.muon.step import Kernel, MuonStep, Partition
@@ -88,6 +90,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         self._initial_lrs: Optional[list[float]] = [float(group["lr"]) for group in self.param_groups]
         self._bindings: dict[torch.Tensor, Binding] = {}
         self._workspaces: dict[torch.device, Workspace] = {}
+        self._products: dict[tuple[Any, torch.device, torch.dtype], Products] = {}
         self.aux_optimizer = self._make_aux_optimizer(adam_optimizer, adam_optimizer_kwargs or {}, adam_w_mode,
                                                       fallback_to_inline)
         self._link_aux()
@@ -188,8 +191,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._warn_of_flattened_lr()
-        self._step_matrices()
-        self._step_aux(step_id)
+        self._step_matrices(lambda: self._step_aux(step_id))
         return loss
 
     def _warn_of_flattened_lr(self) -> None:
@@ -205,7 +207,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                 "WarmupCosineLR.")
             self._initial_lrs = None
 
-    def _step_matrices(self) -> None:
+    def _step_matrices(self, step_others: Callable[[], None]) -> None:
+        """Step the Muon groups, and call `step_others` while the last exchange is in flight."""
         sets: dict[_WorkSet, list[tuple[torch.Tensor, dict[str, Any]]]] = {}
         for group in self.param_groups:
             if not group["use_muon"]:
@@ -216,14 +219,16 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                 key = _WorkSet(binding.process_group, binding.device, binding.layout.replicated, kernel)
                 sets.setdefault(key, []).append((param, group))
         self._build_missing(sets)
-        for key, members in sets.items():
+        if not sets:
+            step_others()
+        for number, (key, members) in enumerate(sets.items(), start=1):
             partitions, write_back = [], []
             for param, group in members:
                 partition = self._partition(param, group)
                 partitions.append(partition)
                 if partition.weight.data_ptr() != param.data_ptr():
                     write_back.append((param, partition.weight))
-            self._steps[_step_key(key, members)].run(partitions)
+            self._steps[_step_key(key, members)].run(partitions, step_others if number == len(sets) else None)
             for param, weight in write_back:
                 param.copy_(weight.view_as(param))
 
@@ -264,19 +269,27 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     def _build_missing(self, sets: dict[_WorkSet, list[tuple[torch.Tensor, dict[str, Any]]]]) -> None:
         """Plan what has not been planned yet, and compare with the other ranks before anything depends on it."""
         built: dict[Any, list[tuple[str, str]]] = {}
+        new: list[tuple[_WorkSet, MuonStep]] = []
         for key, members in sets.items():
             step_key = _step_key(key, members)
             if step_key not in self._steps:
                 step = self._steps[step_key] = self._build_step(key, members)
+                new.append((key, step))
                 built.setdefault(key.process_group,
                                  []).extend([*step.plan.plan.digests(), ("Newton-Schulz settings", repr(key.kernel))])
-        for process_group, digests in built.items():
-            digests.append(("the number of Muon groups", hashlib.sha256(repr(digests).encode()).hexdigest()[:16]))
-            try:
+        try:
+            for process_group, digests in built.items():
+                digests.append(("the number of Muon groups", hashlib.sha256(repr(digests).encode()).hexdigest()[:16]))
                 require_same_on_all_ranks(Exchange(process_group), digests, "the matrices and their plan")
-            except RuntimeError:
-                self._steps.clear()
-                raise
+            # Only now do all ranks know that they ask for the same.
+            for key, step in new:
+                agreed = (key.process_group, key.device, key.kernel.dtype)
+                if agreed not in self._products:
+                    self._products[agreed] = agree(step.exchange, key.device, key.kernel.dtype)
+                step.products = self._products[agreed]
+        except (RuntimeError, ValueError):
+            self._steps.clear()
+            raise
 
     def _build_step(self, key: _WorkSet, members: list[tuple[torch.Tensor, dict[str, Any]]]) -> MuonStep:
         plan = self._plan([self._bindings[param].layout for param, _ in members], key.kernel)
@@ -285,7 +298,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             raise RuntimeError(f"Muon: a layout over {plan.world_size} ranks was bound to a process group of "
                                f"{exchange.world_size}")
         workspace = self._workspaces.setdefault(key.device, Workspace(key.device))
-        step = MuonStep(rank_plan(plan, exchange.rank, len(members)), key.kernel, exchange, workspace)
+        step = MuonStep(rank_plan(plan, exchange.rank), key.kernel, exchange, workspace)
         if self.selftest:
             step.watchers.append(SelfTest.of(members))
         if self.stats_every:
@@ -346,21 +359,6 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             for key, value in (MUON_GROUP_DEFAULTS if group["use_muon"] else ADAM_GROUP_DEFAULTS).items():
                 group.setdefault(key, own.get(key, value))
         self._link_aux()
-
-
-def matrices_of_parameter(name: str, param: torch.Tensor, shape: tuple[int, ...]) -> tuple[Matrix, ...]:
-    """The matrices of a parameter by the marks it carries: `is_expert_group`, `muon_num_heads`, `muon_parts`,
-    `muon_transposed`. `shape` is the layer's, which a partitioned parameter does not have. Raises ValueError where
-    the marks do not fit the shape."""
-    num_heads, parts = getattr(param, "muon_num_heads", None), getattr(param, "muon_parts", None)
-    if num_heads and parts and len(parts) > 1:
-        raise ValueError(f"Muon: {name} is to be taken apart into {num_heads} heads by per_head_muon and into "
-                         f"{len(parts)} parts by fused_params or param.muon_parts; choose one of them")
-    return matrices_of(name,
-                       shape,
-                       expert_stack=getattr(param, "is_expert_group", False),
-                       parts=[shape[0] // num_heads] * num_heads if num_heads else parts,
-                       transposed=getattr(param, "muon_transposed", False))
 
 
 def _with_defaults(index: int, group: dict[str, Any]) -> dict[str, Any]:

@@ -21,8 +21,11 @@ FP64_BYTES = 8
 
 # The batch, and the tensors of its size that the iteration holds at a time.
 BATCH_COPIES = 5
-# What is held for each element of a round at most: two rounds' exchange buffers, each both ways, and the batch.
+# What is held for each element of a round at most: the exchange buffers of the way there and of the way back, each to
+# send and to receive, and the batch.
 HELD_PER_ROUND_NUMEL = 4 + BATCH_COPIES
+# A local round of fewer elements than this is not split to hide an exchange: its launches would cost more.
+MIN_SPLIT_NUMEL = 2**22
 
 
 @dataclass(frozen=True)
@@ -82,10 +85,6 @@ class LocalFragment:
     strips: int = 1
     stride: int = 0
 
-    @property
-    def stop_in_partition(self) -> int:
-        return self.offset_in_partition + (self.strips - 1) * self.stride + self.numel // self.strips
-
 
 @dataclass(frozen=True)
 class RemoteFragment:
@@ -132,11 +131,10 @@ class RankRound:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What one rank does: its rounds, and per partition the spans [start, stop) that matrices cover, merged."""
+    """What one rank does: its part of each round."""
     plan: Plan
     rank: int
     rounds: tuple[RankRound, ...]
-    spans: tuple[tuple[tuple[int, int], ...], ...]
 
 
 @dataclass(frozen=True)
@@ -144,11 +142,11 @@ class PlanReport:
     """Figures of a plan, each tuple indexed by rank. What goes back is the way there with sides swapped, except for
     replicated layouts, where nothing is sent to the owner.
 
-    `workspace_bytes` is what a rank holds beyond the momentum during a step: two rounds' exchange buffers, one in
-    flight while the other is orthogonalized, and the batch with what the iteration makes of it, which is at most four
-    times as much: itemsize * (2 * (sent + received) + 5 * batch), with the largest round for each. fp32 slices that
-    are packed or applied while no batch is at work stay below that. The iteration rounds rows and columns up to
-    multiples of 16, which counts for matrices that are smaller than that.
+    `workspace_bytes` is what a rank holds beyond the momentum during a step: exchange buffers for two rounds, one on
+    its way to the owners and one on its way back while a third is orthogonalized, and the batch with what the
+    iteration makes of it, which is at most four times as much: itemsize * (2 * (sent + received) + 5 * batch), with
+    the largest round for each. fp32 slices that are packed or applied while no batch is at work stay below that. The
+    iteration rounds rows and columns up to multiples of 16, which counts for matrices that are smaller than that.
     """
     forward_sent_bytes: tuple[int, ...]
     forward_received_bytes: tuple[int, ...]
@@ -208,6 +206,8 @@ def build_plan(layouts: Sequence[GroupLayout], *, costs: Sequence[int], itemsize
     crossing = frozenset(straddling)
     whole = [index for index in range(len(matrices)) if index not in crossing]
     exchanged = [Round(tuple(found), True) for found in _rounds(straddling, matrices, owners, limit)]
+    if exchanged:
+        limit = min(limit, _half_of_the_heaviest(whole, matrices, owners))
     local = [Round(tuple(found), False) for found in _rounds(whole, matrices, owners, limit)]
     return Plan(
         world_size=world_size,
@@ -218,9 +218,18 @@ def build_plan(layouts: Sequence[GroupLayout], *, costs: Sequence[int], itemsize
         layout_of=layout_of,
         costs=tuple(costs),
         owners=owners,
-        # One local round goes first: it is orthogonalized while the first exchange is in flight.
+        # One local round goes first, the others last: the first exchange there and the last one back are hidden.
         rounds=(*local[:1], *exchanged, *local[1:]),
         straddling=() if replicated else tuple(straddling))
+
+
+def _half_of_the_heaviest(indices: Sequence[int], matrices: Sequence[Matrix], owners: Sequence[int]) -> int:
+    """A limit on a round by which the owner with the most elements of `indices` has two, if they are worth it."""
+    loads: dict[int, int] = {}
+    for index in indices:
+        loads[owners[index]] = loads.get(owners[index], 0) + matrices[index].numel
+    heaviest = max(loads.values(), default=0)
+    return max(-(-heaviest // 2), MIN_SPLIT_NUMEL // 2)
 
 
 def _rounds(indices: Iterable[int], matrices: Sequence[Matrix], owners: Sequence[int], limit: int) -> list[list[int]]:
@@ -240,15 +249,9 @@ def _rounds(indices: Iterable[int], matrices: Sequence[Matrix], owners: Sequence
     return rounds
 
 
-def rank_plan(plan: Plan, rank: int, partitions: int) -> RankPlan:
-    """The part of `plan` that `rank` executes, over its `partitions` partition tensors (one per layout)."""
-    rounds = tuple(_rank_round(plan, found, rank) for found in plan.rounds)
-    covered: list[list[tuple[int, int]]] = [[] for _ in range(partitions)]
-    for found in rounds:
-        for fragment in (*found.kept, *found.sent):
-            # Between the strips of a part stand its siblings, so that together they cover all that lies between.
-            covered[fragment.partition].append((fragment.offset_in_partition, fragment.stop_in_partition))
-    return RankPlan(plan, rank, rounds, tuple(_merge(spans) for spans in covered))
+def rank_plan(plan: Plan, rank: int) -> RankPlan:
+    """The part of `plan` that `rank` executes."""
+    return RankPlan(plan, rank, tuple(_rank_round(plan, found, rank) for found in plan.rounds))
 
 
 def _rank_round(plan: Plan, found: Round, rank: int) -> RankRound:
@@ -305,16 +308,6 @@ def _batches(matrices: Sequence[Matrix], owned: Sequence[int]) -> Iterable[Batch
 
 def _shape(matrix: Matrix) -> tuple[int, int, int]:
     return matrix.rows, matrix.cols, matrix.column_blocks
-
-
-def _merge(spans: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    merged: list[tuple[int, int]] = []
-    for start, stop in sorted(spans):
-        if merged and merged[-1][1] >= start:
-            before = merged.pop()
-            start, stop = before[0], max(before[1], stop)
-        merged.append((start, stop))
-    return tuple(merged)
 
 
 def _report(plan: Plan) -> PlanReport:

@@ -150,7 +150,9 @@ class SelfTest(Watcher):
 
     def after_iteration(self, step: MuonStep, matrices: Sequence[int], x: torch.Tensor) -> None:
         if self._watched:
-            self._batches[-1].moments.append(_moments(x))
+            # Batches that are iterated as one come one after another.
+            batch = next(found for found in self._batches if found.matrices == tuple(matrices))
+            batch.moments.append(_moments(x))
 
     def before_weights(self, step: MuonStep, part: Any, updates: Sequence[torch.Tensor],
                        factors: Sequence[float]) -> None:
@@ -164,7 +166,8 @@ class SelfTest(Watcher):
                 if fragment.offset_in_partition != held.offset_in_partition:
                     continue
                 start = -fragment.offset_in_matrix % matrix.cols
-                stop = start + (fragment.numel - start) // matrix.cols * matrix.cols
+                # A fragment may be stepped in pieces, of which the first tells.
+                stop = start + (held.numel - start) // matrix.cols * matrix.cols
                 if start < stop:
                     rows, moved = x[start:stop], update[start:stop].to(device=x.device, dtype=x.dtype)
                     self._directions.append((index, torch.stack([rows.dot(rows), rows.dot(moved)])))

@@ -3,20 +3,27 @@
 # DeepSpeed Team
 """One optimizer step of the matrices that share a plan: momentum, norms, rounds, weights."""
 
-from collections import defaultdict
 from dataclasses import dataclass
-from typing import Iterator, Optional, Sequence
+from itertools import islice
+from typing import Callable, Iterator, Optional, Sequence
 
 import torch
 
 from deepspeed.runtime.zero.muon import newton_schulz, update
 from deepspeed.runtime.zero.muon.coefficients import Triple
 from deepspeed.runtime.zero.muon.exchange import Exchange, Handle, run_rounds
-from deepspeed.runtime.zero.muon.pack import (RoundBuffers, Workspace, batch_view, copy_batch_to_received,
-                                              copy_received_to_batch, gather_fragments, put_back_copies, round_buffers,
-                                              slices)
-from deepspeed.runtime.zero.muon.plan import LocalFragment, RankPlan
+from deepspeed.runtime.zero.muon.merge import Together, merge
+from deepspeed.runtime.zero.muon.pack import (ExchangeBuffers, Part, Workspace, batch_buffer, batch_view,
+                                              copy_batch_to_received, copy_received_to_batch, exchange_buffers,
+                                              gather_fragments, parts_of, put_back_copies, slices)
+from deepspeed.runtime.zero.muon.plan import Batch, RankPlan
+from deepspeed.runtime.zero.muon.products import BATCHED
 from deepspeed.runtime.zero.muon.watch import Watcher
+
+# Elements a thread has at a time where the elementwise work is done on a CPU: with its operands and what is made of
+# them it fits a core's L2 cache, so that memory is passed once for several operations. torch gives a thread no less.
+CPU_SLICE_NUMEL = 2**15
+MIN_CPU_PART_NUMEL = 2**17
 
 
 @dataclass(frozen=True)
@@ -44,20 +51,25 @@ class Partition:
 
 
 @dataclass(frozen=True)
-class _Part:
-    """Local fragments of one round that lie in one partition: where they are there, and in the round's buffer."""
-    partition: int
-    matrices: tuple[int, ...]
-    fragments: tuple[LocalFragment, ...]
-    numels: tuple[int, ...]
-    offsets_in_buffer: tuple[int, ...]
+class _Slices:
+    """The slices of a rank's partitions on one device, by round: `kept` ones go to the batch buffer, `sent` ones to
+    the send buffer. `straddling` and `indices` (one for each part) number matrices, int64 on that device: made once,
+    since a copy to a device waits for it."""
+    kept: tuple[tuple[Part, ...], ...]
+    sent: tuple[tuple[Part, ...], ...]
+    straddling: torch.Tensor
+    indices: tuple[torch.Tensor, ...]
+
+    def parts(self) -> Iterator[Part]:
+        return (part for parts in (*self.kept, *self.sent) for part in parts)
 
 
 class MuonStep:
-    """Executes a rank's plan. Built once; `run` does a step and leaves nothing but buffers behind.
+    """Executes a rank's plan. Built once; `run` does a step and leaves nothing but buffers behind. Nothing in it waits
+    for an accelerator.
 
     The gradient is read and never written: the blend is made twice, once for the norms and once to be sent, which
-    costs a pass over memory and saves a copy of the partition.
+    costs a pass over memory and saves a copy of the partition. `products` may be set before the first step.
     """
 
     def __init__(self, plan: RankPlan, kernel: Kernel, exchange: Exchange, workspace: Workspace):
@@ -65,29 +77,32 @@ class MuonStep:
         self.kernel = kernel
         self.exchange = exchange
         self.workspace = workspace
+        self.products = BATCHED
         self.orthogonalized = 0
         self.watchers: list[Watcher] = []
-        self._kept = [_parts(found.kept) for found in plan.rounds]
-        self._sent = [_parts(found.sent) for found in plan.rounds]
-        self._indices: dict[torch.device, list[torch.Tensor]] = {}
+        on_cpu = workspace.device.type == "cpu"
+        self._together = [
+            merge(found.batches, method=kernel.method, steps=len(kernel.triples), on_cpu=on_cpu)
+            for found in plan.rounds
+        ]
+        self._slices_on: dict[torch.device, _Slices] = {}
+        self._slices: Optional[_Slices] = None
         self._partitions: Sequence[Partition] = ()
         self._divisors: list[torch.Tensor] = []
 
     @torch.no_grad()
-    def run(self, partitions: Sequence[Partition]) -> None:
-        """Advance momenta and step weights in place. Collective over the plan's process group."""
+    def run(self, partitions: Sequence[Partition], meanwhile: Optional[Callable[[], None]] = None) -> None:
+        """Advance momenta and step weights in place. Collective over the plan's process group. `meanwhile` is called
+        once, while an exchange that nothing else hides is in flight."""
         self._partitions = partitions
+        self._slices = self._find_slices(partitions[0].weight.device)
         for watcher in tuple(self.watchers):
             watcher.begin(self)
-        for partition, spans in zip(partitions, self.plan.spans):
-            update.advance_momentum_([partition.momentum[start:stop] for start, stop in spans],
-                                     [partition.grad[start:stop] for start, stop in spans],
-                                     beta=partition.beta)
-        self._divisors = self._norms()
-        run_rounds(self, len(self.plan.rounds))
+        self._divisors = self._advance_and_norms()
+        run_rounds(self, len(self.plan.rounds), meanwhile)
         for watcher in self.watchers:
             watcher.end(self)
-        self._partitions, self._divisors = (), []
+        self._partitions, self._slices, self._divisors = (), None, []
 
     @property
     def partitions(self) -> Sequence[Partition]:
@@ -98,43 +113,46 @@ class MuonStep:
         """What the blends of these matrices are divided by in this step, fp32 [len(matrices)]."""
         return torch.stack([self._divisors[index] for index in matrices])
 
-    def normalized(self, part: _Part) -> list[torch.Tensor]:
+    def normalized(self, part: Part) -> list[torch.Tensor]:
         """The slices of `part` as they are orthogonalized, fp32, new."""
         return list(torch._foreach_div(self._blend(part), [self._divisors[index] for index in part.matrices]))
 
-    def _owned(self, index: int) -> list[int]:
-        """The matrices of round `index` that are owned here, in the order of its batches."""
-        plan = self.plan.plan
-        return [matrix for matrix in plan.rounds[index].matrices if plan.owners[matrix] == self.plan.rank]
+    def _find_slices(self, device: torch.device) -> _Slices:
+        if device not in self._slices_on:
+            # On an accelerator a list of any length is one launch.
+            limit = max(MIN_CPU_PART_NUMEL,
+                        torch.get_num_threads() * CPU_SLICE_NUMEL) if device.type == "cpu" else None
+            kept, sent = (tuple(parts_of(fragments, limit) for fragments in by_round)
+                          for by_round in ([found.kept for found in self.plan.rounds],
+                                           [found.sent for found in self.plan.rounds]))
+            numbers = [self.plan.plan.straddling, *(part.matrices for parts in (*kept, *sent) for part in parts)]
+            straddling, *indices = [torch.tensor(own, dtype=torch.long, device=device) for own in numbers]
+            self._slices_on[device] = _Slices(kept, sent, straddling, tuple(indices))
+        return self._slices_on[device]
 
-    def _norms(self) -> list[torch.Tensor]:
-        """Divisor of each matrix's blend, its Frobenius norm, 0-dim fp32, the same on every rank.
+    def _advance_and_norms(self) -> list[torch.Tensor]:
+        """Advance the momenta, and the divisor of each matrix's blend: its Frobenius norm, 0-dim fp32, the same on
+        every rank.
 
         Squares of fp32 are exact in float64, so what is left to depend on the cut is the last bit of a float64 sum,
         far below what an fp32 divisor can show.
         """
-        device = self._partitions[0].weight.device
-        straddling, *indices = self._indices_on(device)
+        found = self._slices
+        device = found.straddling.device
         squares = torch.zeros(len(self.plan.plan.matrices), dtype=torch.float64, device=device)
-        for part, index in zip(self._parts(), indices):
+        for part, index in zip(found.parts(), found.indices):
+            partition = self._partitions[part.partition]
+            momenta = gather_fragments(partition.momentum, part.fragments)
+            update.advance_momentum_(momenta, gather_fragments(partition.grad, part.fragments), beta=partition.beta)
+            put_back_copies(partition.momentum, part.fragments, momenta)
             squares.index_add_(0, index, update.squared_norms(self._blend(part)))
-        if self.exchange.world_size > 1 and len(straddling):
-            total = squares[straddling].to(self.workspace.device)
+        if self.exchange.world_size > 1 and len(found.straddling):
+            total = squares[found.straddling].to(self.workspace.device)
             self.exchange.sum_over_ranks_(total)
-            squares[straddling] = total.to(device)
+            squares[found.straddling] = total.to(device)
         return list(newton_schulz.divisor(squares.sqrt()).unbind())
 
-    def _parts(self) -> Iterator[_Part]:
-        return (part for parts in (*self._kept, *self._sent) for part in parts)
-
-    def _indices_on(self, device: torch.device) -> list[torch.Tensor]:
-        """Matrices that straddle, and those of each part, as index tensors. Kept, since a copy to the device waits."""
-        if device not in self._indices:
-            found = [self.plan.plan.straddling, *(part.matrices for part in self._parts())]
-            self._indices[device] = [torch.tensor(own, dtype=torch.long, device=device) for own in found]
-        return self._indices[device]
-
-    def _blend(self, part: _Part) -> list[torch.Tensor]:
+    def _blend(self, part: Part) -> list[torch.Tensor]:
         """fp32 blends of a part; not to be written to (they may be the momentum itself)."""
         partition = self._partitions[part.partition]
         return update.blend(gather_fragments(partition.momentum, part.fragments),
@@ -142,7 +160,7 @@ class MuonStep:
                             beta=partition.beta,
                             nesterov=partition.nesterov)
 
-    def _normalize_into(self, buffer: torch.Tensor, parts: Sequence[_Part]) -> None:
+    def _normalize_into(self, buffer: torch.Tensor, parts: Sequence[Part]) -> None:
         for part in parts:
             normalized = torch._foreach_div(self._blend(part), [self._divisors[index] for index in part.matrices])
             if buffer.device != normalized[0].device:
@@ -150,7 +168,7 @@ class MuonStep:
                 normalized = [tensor.to(buffer.dtype) for tensor in normalized]
             torch._foreach_copy_(slices(buffer, part.offsets_in_buffer, part.numels), normalized)
 
-    def _step_weights(self, buffer: torch.Tensor, parts: Sequence[_Part]) -> None:
+    def _step_weights(self, buffer: torch.Tensor, parts: Sequence[Part]) -> None:
         matrices = self.plan.plan.matrices
         for part in parts:
             partition = self._partitions[part.partition]
@@ -158,70 +176,84 @@ class MuonStep:
                 partition.lr * update.lr_scale(matrices[index].fan_out, matrices[index].fan_in, partition.adjust_lr_fn)
                 for index in part.matrices
             ]
+            updates = slices(buffer, part.offsets_in_buffer, part.numels)
             for watcher in self.watchers:
-                watcher.before_weights(self, part, slices(buffer, part.offsets_in_buffer, part.numels), factors)
+                watcher.before_weights(self, part, updates, factors)
             weights = gather_fragments(partition.weight, part.fragments)
-            update.step_weights_(weights,
-                                 slices(buffer, part.offsets_in_buffer, part.numels),
-                                 factors,
-                                 decay=1 - partition.lr * partition.weight_decay)
+            update.step_weights_(weights, updates, factors, decay=1 - partition.lr * partition.weight_decay)
             put_back_copies(partition.weight, part.fragments, weights)
 
-    def _buffers(self, index: int) -> RoundBuffers:
-        return round_buffers(self.workspace, self.plan.rounds[index], index, self.kernel.dtype)
+    def _there(self, index: int) -> ExchangeBuffers:
+        return exchange_buffers(self.workspace, self.plan.rounds[index], self.kernel.dtype, back=False)
+
+    def _back(self, index: int) -> ExchangeBuffers:
+        return exchange_buffers(self.workspace, self.plan.rounds[index], self.kernel.dtype, back=True)
+
+    def _batch(self, index: int) -> torch.Tensor:
+        return batch_buffer(self.workspace, self.plan.rounds[index], self.kernel.dtype)
 
     def pack(self, index: int) -> None:
-        if not self.plan.plan.replicated:
-            self._normalize_into(self._buffers(index).sent, self._sent[index])
+        if self.plan.rounds[index].exchanged and not self.plan.plan.replicated:
+            self._normalize_into(self._there(index).sent, self._slices.sent[index])
 
     def send_to_owners(self, index: int) -> Optional[Handle]:
-        found, buffers = self.plan.rounds[index], self._buffers(index)
+        found = self.plan.rounds[index]
         if not found.exchanged or self.plan.plan.replicated:
             return None
-        return self.exchange.start_all_to_all(buffers.received, buffers.sent, found.recv_splits, found.send_splits)
+        there = self._there(index)
+        return self.exchange.start_all_to_all(there.received, there.sent, found.recv_splits, found.send_splits)
+
+    def assemble(self, index: int) -> None:
+        found = self.plan.rounds[index]
+        self._normalize_into(self._batch(index), self._slices.kept[index])
+        if found.exchanged and not self.plan.plan.replicated:
+            copy_received_to_batch(self._there(index).received, self._batch(index), found)
 
     def orthogonalize(self, index: int) -> None:
-        found, buffers = self.plan.rounds[index], self._buffers(index)
-        self._normalize_into(buffers.batch, self._kept[index])
-        if not self.plan.plan.replicated:
-            copy_received_to_batch(buffers, found)
-        owned = self._owned(index) if self.watchers else []
-        for batch in found.batches:
-            own, owned = owned[:batch.count], owned[batch.count:]
-            matrices = batch_view(buffers, batch)
-            # A view of the blocks as columns side by side; without blocks it is the matrices as they stand.
-            whole = matrices.transpose(1, 2).reshape(batch.count, batch.rows, batch.cols)
+        buffer = self._batch(index)
+        for together in self._together[index]:
+            self._orthogonalize_(buffer, together, self._owned(index) if self.watchers else {})
+            self.orthogonalized += together.count
+
+    def _orthogonalize_(self, buffer: torch.Tensor, together: Together, owned: dict[Batch, list[int]]) -> None:
+        # Without column blocks these are views of the matrices as they stand.
+        whole = [_whole(batch_view(buffer, batch), batch) for batch in together.batches]
+        for watcher in self.watchers:
+            for batch, matrices in zip(together.batches, whole):
+                watcher.before_iteration(self, owned[batch], matrices)
+        updates = newton_schulz.iterate_together(whole,
+                                                 together.rows,
+                                                 together.cols,
+                                                 gram=together.gram,
+                                                 triples=self.kernel.triples,
+                                                 products=self.products)
+        for batch, made in zip(together.batches, updates):
             for watcher in self.watchers:
-                watcher.before_iteration(self, own, whole)
-            update = newton_schulz.iterate(whole, method=self.kernel.method, triples=self.kernel.triples)
-            del whole
-            for watcher in self.watchers:
-                watcher.after_iteration(self, own, update)
-            matrices.copy_(update.view(batch.count, batch.rows, batch.column_blocks, -1).transpose(1, 2))
-            self.orthogonalized += batch.count
-        copy_batch_to_received(buffers, found)
+                watcher.after_iteration(self, owned[batch], made)
+            batch_view(buffer, batch).copy_(made.unflatten(-1, (batch.column_blocks, -1)).transpose(1, 2))
+
+    def _owned(self, index: int) -> dict[Batch, list[int]]:
+        """The matrices of round `index` that are owned here, by batch."""
+        plan = self.plan.plan
+        left = iter([matrix for matrix in plan.rounds[index].matrices if plan.owners[matrix] == self.plan.rank])
+        return {batch: list(islice(left, batch.count)) for batch in self.plan.rounds[index].batches}
 
     def send_back(self, index: int) -> Optional[Handle]:
-        found, buffers = self.plan.rounds[index], self._buffers(index)
+        found = self.plan.rounds[index]
         if not found.exchanged:
             return None
-        return self.exchange.start_all_to_all(buffers.sent, buffers.received, found.send_splits, found.recv_splits)
+        back = self._back(index)
+        copy_batch_to_received(self._batch(index), back.received, found)
+        return self.exchange.start_all_to_all(back.sent, back.received, found.send_splits, found.recv_splits)
 
     def apply_kept(self, index: int) -> None:
-        self._step_weights(self._buffers(index).batch, self._kept[index])
+        self._step_weights(self._batch(index), self._slices.kept[index])
 
     def apply_returned(self, index: int) -> None:
-        self._step_weights(self._buffers(index).sent, self._sent[index])
+        if self.plan.rounds[index].exchanged:
+            self._step_weights(self._back(index).sent, self._slices.sent[index])
 
 
-def _parts(fragments: Sequence[LocalFragment]) -> tuple[_Part, ...]:
-    by_partition: dict[int, list[LocalFragment]] = defaultdict(list)
-    for fragment in fragments:
-        by_partition[fragment.partition].append(fragment)
-    return tuple(
-        _Part(partition=partition,
-              matrices=tuple(fragment.matrix for fragment in own),
-              fragments=tuple(own),
-              numels=tuple(fragment.numel for fragment in own),
-              offsets_in_buffer=tuple(fragment.offset_in_buffer for fragment in own))
-        for partition, own in by_partition.items())
+def _whole(blocks: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """[count, column_blocks, rows, width] as [count, rows, cols]: the blocks as columns side by side."""
+    return blocks.transpose(1, 2).reshape(batch.count, batch.rows, batch.cols)

@@ -41,8 +41,14 @@ def step_weights_(weights: Sequence[Tensor], updates: Sequence[Tensor], factors:
     weights = list(weights)
     if decay != 1:
         torch._foreach_mul_(weights, decay)
-    wide = [update.to(device=weight.device, dtype=weight.dtype) for weight, update in zip(weights, updates)]
-    torch._foreach_sub_(weights, torch._foreach_mul(wide, list(factors)))
+    if (updates[0].dtype, updates[0].device) == (weights[0].dtype, weights[0].device):
+        scaled = torch._foreach_mul(list(updates), list(factors))
+    else:
+        # A copy of the list is one launch on an accelerator, a conversion of each is one for each.
+        scaled = [torch.empty_like(weight) for weight in weights]
+        torch._foreach_copy_(scaled, list(updates))
+        torch._foreach_mul_(scaled, list(factors))
+    torch._foreach_sub_(weights, scaled)
 
 
 def squared_norms(slices: Sequence[Tensor]) -> Tensor:

@@ -138,7 +138,7 @@ def simulate_steps(layout: GroupLayout,
 
     def rank_work(exchange: SimulatedExchange) -> dict[str, Any]:
         workspace = Workspace(torch.device("cpu"))
-        step = MuonStep(rank_plan(plan, exchange.rank, 1), kernel, exchange, workspace)
+        step = MuonStep(rank_plan(plan, exchange.rank), kernel, exchange, workspace)
         weight = scatter(layout, weights, exchange.rank)
         momentum = torch.zeros_like(weight)
         for grads in grads_by_step:

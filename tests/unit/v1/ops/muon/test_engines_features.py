@@ -60,7 +60,7 @@ class TestRefused(DistributedTest):
 @pytest.mark.support(feature="sequence parallelism (Ulysses)", state="exact")
 class TestSequenceParallel(DistributedTest):
     """Two replicas of two sequence ranks: all four share the matrices. The reference has the gradient that DeepSpeed
-    gives any optimizer: BF16_Optimizer and ZeRO-1/2 add up what the ranks of a sequence have, ZeRO-3 takes the mean."""
+    gives any optimizer: BF16_Optimizer and ZeRO-1/2 add up what the ranks of a sequence have, ZeRO-3 averages."""
     world_size = 4
     reuse_dist_env = False
 

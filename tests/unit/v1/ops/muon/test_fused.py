@@ -12,8 +12,7 @@ from torch import nn
 
 from deepspeed.runtime.zero.muon import engines
 from deepspeed.runtime.zero.muon.layout import GroupLayout, _Span, _check_disjoint
-from deepspeed.runtime.zero.muon.matrices import Matrix, matrices_of
-from deepspeed.runtime.zero.muon.optimizer import matrices_of_parameter
+from deepspeed.runtime.zero.muon.matrices import Matrix, matrices_of, matrices_of_parameter
 from deepspeed.runtime.zero.muon.options import check_optimizer_params
 from deepspeed.runtime.zero.muon.selection import choose, tag_parameters
 from unit.common import DistributedTest

@@ -287,10 +287,35 @@ def test_compute_dtype_is_the_accelerators_answer(monkeypatch, fp16, bf16, gram,
         def is_bf16_supported(self):
             return bf16
 
+        def device_name(self):
+            return "cuda"
+
     monkeypatch.setattr(ns, "get_accelerator", Accelerator)
     assert (compute_dtype("gram"), compute_dtype("standard")) == (gram, standard)
     with pytest.raises(ValueError, match="ns_method"):
         compute_dtype("newton")
+
+
+@pytest.mark.parametrize("instruction,expected", [("amx_bf16", torch.bfloat16), ("avx512_bf16", torch.bfloat16),
+                                                  ("avx512_f", torch.float32), (None, torch.float32)])
+def test_bf16_on_a_cpu_only_where_it_has_the_instructions(monkeypatch, instruction, expected):
+
+    class Cpu:
+
+        def is_fp16_supported(self):
+            return False
+
+        def is_bf16_supported(self):
+            return True
+
+        def device_name(self):
+            return "cpu"
+
+    monkeypatch.setattr(ns, "get_accelerator", Cpu)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {instruction: True, "amx_tile": True}, raising=False)
+    assert (compute_dtype("gram"), compute_dtype("standard")) == (torch.float32, expected)
+    monkeypatch.delattr(torch.cpu, "get_capabilities")
+    assert compute_dtype("standard") == torch.float32
 
 
 def test_compile_is_for_accelerators_unless_asked(monkeypatch):

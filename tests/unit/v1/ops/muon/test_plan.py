@@ -50,7 +50,7 @@ class TestPlan:
     def test_both_sides_of_every_pair_agree(self, shapes, world_size, kind, round_numel):
         layout = LAYOUTS[kind](shapes, world_size)
         plan = plan_for([layout], round_numel=round_numel)
-        rounds = [rank_plan(plan, rank, 1).rounds for rank in range(world_size)]
+        rounds = [rank_plan(plan, rank).rounds for rank in range(world_size)]
         assert sorted(index for found in plan.rounds for index in found.matrices) == list(range(len(shapes)))
         for number, found in enumerate(plan.rounds):
             splits = [rounds[rank][number] for rank in range(world_size)]
@@ -80,7 +80,7 @@ class TestPlan:
         plan = plan_for([layout], round_numel=round_numel)
         report = plan.report()
         for rank in range(world_size):
-            rounds = rank_plan(plan, rank, 1).rounds
+            rounds = rank_plan(plan, rank).rounds
             sent = sum(found.send_numel for found in rounds) * plan.itemsize
             received = sum(found.recv_numel for found in rounds) * plan.itemsize
             forward = (0, 0) if kind == "replicated" else (sent, received)
@@ -121,6 +121,12 @@ class TestPlan:
     def test_one_local_round_runs_while_the_first_exchange_travels(self):
         plan = plan_for([flat_layout([(8, 8), (8, 8), (8, 8), (9, 8)], 2)], round_numel=64)
         assert [found.exchanged for found in plan.rounds][:2] == [False, True]
+
+    @pytest.mark.parametrize("rows, exchanged", [(2048, [False, True, False]), (1024, [False, True])])
+    def test_a_large_local_round_is_split_to_hide_the_last_exchange(self, rows, exchanged):
+        plan = plan_for([flat_layout([(rows, 1024)] * 5, 2)], round_numel=1 << 30)
+        assert [found.exchanged for found in plan.rounds] == exchanged
+        assert sorted(index for found in plan.rounds for index in found.matrices) == list(range(5))
 
     def test_layouts_that_do_not_belong_together(self):
         with pytest.raises(ValueError, match=r"world sizes \[2, 3\]"):

@@ -128,12 +128,17 @@ class TestNothingIsFound:
     def test_off(self):
         optimizer = muon()
         optimizer.configure({"muon_selftest": False})
-        with mock.patch.object(newton_schulz, "iterate", lambda x, **_: x.clone()):
+        with mock.patch.object(newton_schulz, "iterate_together", of_each(torch.clone)):
             optimizer.step()
         optimizer.step()
 
 
-def rescaled(x, **_):
+def of_each(change):
+    """`change` in the place of the iteration."""
+    return lambda xs, *_, **__: [change(x) for x in xs]
+
+
+def rescaled(x):
     return x * math.sqrt(min(x.shape[1:]))
 
 
@@ -142,16 +147,17 @@ class TestBroken:
 
     @pytest.mark.parametrize("kind", ["full rank", "rank one", "steep"])
     @pytest.mark.parametrize("where, name, fault, found", [
-        (newton_schulz, "iterate", lambda x, **_: x.clone(), "has an RMS of .* expected .*: it is not orthogonalized"),
-        (newton_schulz, "iterate", lambda x, **_: 0 * x, "has an RMS of 0 an element"),
-        (newton_schulz, "iterate", lambda x, **_: x * math.nan, "has an RMS of nan an element"),
+        (newton_schulz, "iterate_together", of_each(
+            torch.clone), "has an RMS of .* expected .*: it is not orthogonalized"),
+        (newton_schulz, "iterate_together", of_each(torch.zeros_like), "has an RMS of 0 an element"),
+        (newton_schulz, "iterate_together", of_each(lambda x: x * math.nan), "has an RMS of nan an element"),
     ])
     def test_the_iteration(self, kind, where, name, fault, found):
         shapes = [(40, 1)] if kind == "rank one" else [(48, 48)]
         self.fails(muon(kind, shapes=shapes), where, name, fault, found)
 
     def test_an_update_that_is_only_rescaled(self):
-        self.fails(muon("full rank", shapes=[(48, 48)]), newton_schulz, "iterate", rescaled,
+        self.fails(muon("full rank", shapes=[(48, 48)]), newton_schulz, "iterate_together", of_each(rescaled),
                    "squared singular values of the update have a norm of .*: it is not orthogonalized")
 
     @pytest.mark.parametrize("factor", [0.0, 0.5, 0.9, 1.5, -1.0])
@@ -185,11 +191,14 @@ class TestBroken:
 
     def test_an_update_that_comes_back_to_the_wrong_place(self):
         optimizer = muon(shapes=[(48, 48), (33, 48)])
-        with mock.patch.object(step, "copy_batch_to_received",
-                               lambda buffers, found: buffers.batch.copy_(buffers.batch.roll(48 * 7))):
-            optimizer.step()
-        with pytest.raises(RuntimeError, match="rows with their update is .*: it is the update of something else"):
-            optimizer.step()
+        real = step.MuonStep.apply_kept
+
+        def fault(self, index):
+            self._batch(index).copy_(self._batch(index).roll(48 * 7))
+            real(self, index)
+
+        self.fails(optimizer, step.MuonStep, "apply_kept", fault,
+                   "rows with their update is .*: it is the update of something else")
 
     def test_a_matrix_that_is_left_out(self):
         optimizer = muon()
@@ -239,10 +248,9 @@ class TestEngines(DistributedTest):
         trained = contract.initialize(ProductModel(shapes), contract.ds_config(engine, dtype))
         broken = {
             "iteration":
-            mock.patch.object(newton_schulz, "iterate", lambda x, **_: x.clone()),
+            mock.patch.object(newton_schulz, "iterate_together", of_each(torch.clone)),
             "exchange":
-            mock.patch.object(step, "copy_batch_to_received",
-                              lambda buffers, _: buffers.batch.copy_(buffers.batch.roll(300))),
+            mock.patch.object(step, "copy_batch_to_received", lambda batch, received, _: batch.copy_(batch.roll(300))),
             "weights":
             mock.patch.object(update, "step_weights_"),
         }

@@ -31,7 +31,7 @@ def test_peak_is_bounded_by_the_plan(shape, kernel):
         weight = scatter(layout, [torch.ones(shape)] * matrices, exchange.rank)
         grad = scatter(layout, [torch.randn(shape)] * matrices, exchange.rank)
         partition = Partition(weight, grad, torch.zeros_like(weight), 0.1, 0.1, 0.9, True, "original")
-        step = MuonStep(rank_plan(plan, exchange.rank, 1), kernel, exchange, Workspace(torch.device("cpu")))
+        step = MuonStep(rank_plan(plan, exchange.rank), kernel, exchange, Workspace(torch.device("cpu")))
         with PeakBytes() as memory:
             step.run([partition])
             step.run([partition])
@@ -52,7 +52,7 @@ def test_bounded_whatever_the_model_holds():
             weight = torch.zeros(layout.partition_numel)
             partition = Partition(weight, torch.randn_like(weight), torch.zeros_like(weight), 0.1, 0.1, 0.9, True,
                                   "original")
-            step = MuonStep(rank_plan(plan, 0, 1), KERNEL, exchange, Workspace(torch.device("cpu")))
+            step = MuonStep(rank_plan(plan, 0), KERNEL, exchange, Workspace(torch.device("cpu")))
             with PeakBytes() as memory:
                 step.run([partition])
             return memory.peak
