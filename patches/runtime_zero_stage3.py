@@ -22,6 +22,11 @@ _NOT_SWAPPED = "for i, tensor in enumerate(self.fp16_partitioned_groups_flat): >
 _SAME_STORAGE = ("elif self.fp16_partitioned_groups_flat[i].dtype == self.master_weights_and_grads_dtype and "
                  "self.fp16_partitioned_groups_flat[i].device == self.device:")
 _saved = partial(Edit, engine="ZeRO-3", drop_when="upstream has taken the package", series="checkpoints")
+_unused = partial(Edit,
+                  engine="ZeRO-3",
+                  drop_when="upstream clears the gradients of unused parameters",
+                  series="unused_gradients",
+                  why="A parameter without a gradient was stepped with that of an earlier step, with any optimizer.")
 _universal = partial(
     _saved,
     scope=f"{ENGINE}.load_hp_checkpoint_state_from_checkpoint_dir_stage3",
@@ -167,4 +172,25 @@ EDITS = [
         anchor="value_partition = value.flatten().narrow($$$ARGS)",
         code="value_partition = muon_checkpoint.shard_of(value, fp32_opt_state_partition.numel(), my_rank)",
         why="safe_set_full_optimizer_state failed where the ranks do not divide the parameter, with any optimizer."),
+    _unused("insert_after",
+            anchor="from deepspeed.runtime.base_optimizer import ZeROOptimizer",
+            code="from deepspeed.runtime.zero import unused_gradients"),
+    _unused("insert_after",
+            scope=f"{ENGINE}.__init__",
+            anchor="self._offload_boundary_param_ids = set()",
+            code="self.stale_gradient_ids = set()"),
+    _unused("replace",
+            scope=f"{ENGINE}._pre_step",
+            anchor="self._offload_boundary_param_ids = set()",
+            code="unused_gradients.start_window_stage3(self)"),
+    _unused("prepend", scope=f"{ENGINE}.zero_grad",
+            code="unused_gradients.start_window_stage3(self, keep_stale=True)"),
+    _unused("insert_before",
+            scope=f"{ENGINE}.independent_gradient_partition_epilogue",
+            anchor="for param_id in self.params_already_reduced.keys():",
+            code="unused_gradients.finish_backward_stage3(self, self.__param_id_to_grad_partition)"),
+    _unused("replace_expression",
+            scope=f"{ENGINE}._finalize_offload_gradient_accumulation",
+            anchor="param.ds_id not in self._offload_boundary_param_ids",
+            code="unused_gradients.is_moved_stage3(self, param)"),
 ]

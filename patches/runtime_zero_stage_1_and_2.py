@@ -21,6 +21,11 @@ _scale = partial(Edit,
                  engine="ZeRO-1/2",
                  drop_when="upstream unscales by the scale that the gradients carry",
                  series="loss_scale")
+_unused = partial(Edit,
+                  engine="ZeRO-1/2, CPU offload",
+                  drop_when="upstream clears the gradients of unused parameters",
+                  series="unused_gradients",
+                  why="A parameter without a gradient was stepped with that of an earlier step, with any optimizer.")
 _saved = partial(Edit, engine="ZeRO-1/2", drop_when="upstream has taken the package", series="checkpoints")
 _elastic = partial(_saved,
                    why="Elastic checkpoints took the states and the steps of the first group for those of all.")
@@ -195,4 +200,25 @@ EDITS = [
              scope=f"{ENGINE}._restore_base_optimizer_state",
              anchor="for param_group in self.optimizer.param_groups:",
              code="muon_checkpoint.set_group_step(self.optimizer.param_groups, base_optimizer_state_step)"),
+    _unused("insert_after",
+            anchor="from deepspeed.runtime.base_optimizer import ZeROOptimizer",
+            code="from deepspeed.runtime.zero import unused_gradients"),
+    _unused("insert_before",
+            scope=f"{ENGINE}.independent_gradient_partition_epilogue",
+            anchor="if self.cpu_offload is False:",
+            code="unused_gradients.finish_backward_stage_1_and_2(self)"),
+    _unused("prepend",
+            scope=f"{ENGINE}.finalize_gradient_accumulation_boundary",
+            within="if self.cpu_offload:",
+            code="unused_gradients.clear_offloaded(self)"),
+    _unused("replace_expression",
+            scope=f"{ENGINE}._finalize_cpu_offload_gradient_accumulation",
+            anchor="self.get_param_id(param) not in self._offload_accumulated_param_ids",
+            code="(self.get_param_id(param) not in self._offload_accumulated_param_ids\n"
+            "                        or self.get_param_id(param) in self.norm_for_param_grads)"),
+    _unused("replace_expression",
+            scope=f"{ENGINE}.async_accumulate_grad_in_cpu_via_gpu",
+            anchor="self.micro_step_id > 0",
+            code="self.micro_step_id > 0 and param_id in self._offload_accumulated_param_ids",
+            why="A gradient of an earlier step was added to one that the first micro-batch did not have."),
 ]

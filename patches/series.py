@@ -84,6 +84,19 @@ scale is updated once at the end of the step.
 """,
     ),
     Commit(
+        key="unused_gradients",
+        subject="ZeRO: a parameter without a gradient has a zero one",
+        body="""\
+ZeRO-3, and ZeRO-1, 2 and 3 with CPU offload, keep reduced gradients in buffers from step to step and write into them
+what arrives. A parameter that a step did not use was stepped with the gradient of an earlier step, which also counted
+in the norm; with offload, a gradient that came in other micro-batches than the last was lost; and with NVMe offload
+the gradient was what another tensor had left in the buffer. After an overflow, an unused parameter's infinite
+gradient had all further steps discarded. What does not arrive is now cleared. Where every parameter has its gradient,
+nothing is touched.
+""",
+        files=("deepspeed/runtime/zero/unused_gradients.py", ),
+    ),
+    Commit(
         key="selection",
         subject="Muon: choose parameters by module, and let the user choose",
         body="""\

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 
 # DeepSpeed Team
-"""Parameters out of the ordinary: kernels, experts, groups, frozen, unused, empty, tiny, huge ones."""
+"""Parameters out of the ordinary: kernels, experts, groups, frozen, empty, tiny, huge ones."""
 
 import pytest
 import torch
@@ -14,7 +14,6 @@ from unit.v1.ops.muon.contract import SHAPES, Gradients, ProductModel, Reference
 
 EVERY_ENGINE = [(engine, "bf16" if engine == "bf16_optimizer" else "fp32") for engine in contract.ENGINES]
 PARTITIONING = [pair for pair in EVERY_ENGINE if pair[0] != "stage0" and not pair[0].endswith("offload")]
-ZEROED = [pair for pair in EVERY_ENGINE if pair[0] in ("stage0", "bf16_optimizer", "zero1", "zero2")]
 every_engine = pytest.mark.parametrize("engine, dtype", EVERY_ENGINE)
 partitioning = pytest.mark.parametrize("engine, dtype", PARTITIONING)
 
@@ -117,25 +116,6 @@ class TestUse(DistributedTest):
         contract.equal("orthogonalizations", contract.over_ranks(trained.basic_optimizer.orthogonalizations),
                        3 * len(muon))
         trained.destroy()
-
-    # Not with offload and not in ZeRO-3: there DeepSpeed 0.19.8 steps a parameter without a gradient with that of the
-    # step before, whatever the optimizer.
-    @pytest.mark.parametrize("engine, dtype", ZEROED)
-    def test_unused_in_some_micro_batches(self, engine, dtype):
-
-        def unused(name, step, micro, rank):
-            return name in ("layers.1.weight", "norm.weight") and micro == 0
-
-        train_and_check(engine, dtype, SHAPES, gas=2, unused=unused).destroy()
-
-    @pytest.mark.parametrize("engine, dtype", ZEROED)
-    def test_unused_after_the_first_step(self, engine, dtype):
-        """Momentum goes on by itself, as with every optimizer of DeepSpeed's flat partitions."""
-
-        def unused(name, step, micro, rank):
-            return name in ("layers.0.weight", "layers.2.weight") and step > 0
-
-        train_and_check(engine, dtype, SHAPES, unused=unused).destroy()
 
     @every_engine
     def test_all_gradients_zero(self, engine, dtype):
