@@ -116,6 +116,9 @@ $(VENV)/.train: $(VENV)/.torch $(FORK)
 
 $(VENV)/.test: $(VENV)/.train
 	$(BIN)/python $(PIP_INSTALL) --editable '.[example,test]'
+	@# Likewise: a dozen sources, minutes on a small machine, longer than a test waits for its ranks.
+	$(BIN)/python -c 'from deepspeed.ops.op_builder import AsyncIOBuilder as Aio, CPUAdamBuilder as Adam; \
+		Adam().load(); Aio().is_compatible() and Aio().load()'
 	touch $@
 
 $(LINT_VENV)/.made: Makefile

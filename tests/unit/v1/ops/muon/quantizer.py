@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 
 # DeepSpeed Team
-"""A stand-in for DeepSpeed's quantizer, which is a CUDA kernel: the same functions with the same meaning, in torch.
+"""A stand-in for DeepSpeed's quantizer, which is a CUDA kernel: the same functions, in torch.
 
-It rounds as a quantizer does, to 8 or 4 bits with a scale for each group, so that what DeepSpeed does around the kernel
-runs on a CPU: which tensors it quantizes, sends, and puts together. How the kernel packs its bits is not shown.
+It rounds as a quantizer does, to 8 or 4 bits with a scale for each group, so that what DeepSpeed does around the
+kernel runs on a CPU: which tensors it quantizes, sends, and puts together. How the kernel packs its bits is not shown.
 """
 
 from contextlib import contextmanager

@@ -3,8 +3,8 @@
 # DeepSpeed Team
 """ZeRO++: a second copy of the weights on each node (hpZ), weights and gradients that are quantized on the way.
 
-DeepSpeed's quantizer runs on CUDA alone. Here a stand-in rounds in its place (quantizer.py), so what these tests show
-of qwZ and qgZ is everything but the kernel: Muon steps the fp32 masters with the gradients that the engine has reduced.
+DeepSpeed's quantizer runs on CUDA alone. Here a stand-in rounds in its place (quantizer.py): what these tests show
+of qwZ and qgZ is all but the kernel: Muon steps the fp32 masters with the gradients that the engine has reduced.
 """
 
 import pytest
