@@ -88,6 +88,22 @@ EDITS = [
           anchor="cur_device == 'cpu' or (self.use_muon and self.sub_groups_using_muon[sub_group_id])",
           code="cur_device == 'cpu' or muon_engines.is_muon_group(self.optimizer, param_group_id)",
           why="With a partial offload, the sub-groups that stay on the accelerator go to an Adam that is not Muon."),
+    _edit(
+        "replace_expression",
+        scope=f"{ENGINE}.__init__",
+        anchor="self.offload_optimizer and self.partial_offload != 1.0",
+        code="self.offload_optimizer and self.partial_offload != 1.0 and not muon_engines.is_muon(self.optimizer)",
+        why="It refuses every optimizer but DeepSpeedCPUAdam, and takes the options of Adam out of the first group."),
+    _edit(
+        "insert_before",
+        scope=f"{ENGINE}.__init__",
+        anchor="self._initialize_zenflow_stage3_epilogue(zenflow_config, overlap_comm)",
+        code="""
+              if self.offload_optimizer and self.partial_offload != 1.0 and muon_engines.is_muon(self.optimizer):
+                  self.backup_optimizer = muon_engines.AdamOnAccelerator(self.optimizer)
+          """,
+        why="With a partial offload, auxiliary sub-groups that stay on the accelerator cannot go to DeepSpeedCPUAdam."
+    ),
     _out("remove", scope=f"{ENGINE}._get_norm_groups", anchor="if self._muon_update_lacks_loss_scale(i):"),
     _edit("remove",
           scope=f"{ENGINE}.step",

@@ -200,6 +200,33 @@ def bind_stage3(engine: Any) -> None:
             optimizer.state[partition][MOMENTUM_KEY] = momentum
 
 
+class AdamOnAccelerator:
+    """Steps auxiliary sub-groups that a partial offload leaves on the accelerator, where DeepSpeedCPUAdam cannot.
+
+    Torch's Adam with the groups and the state of the Muon optimizer itself: schedules and checkpoints reach it.
+    """
+
+    def __init__(self, optimizer: MuonWithAuxAdam):
+        self.optimizer = optimizer
+        aux = optimizer.aux_optimizer
+        decoupled = getattr(aux, "adam_w_mode", isinstance(aux, torch.optim.AdamW))
+        self.adam = (torch.optim.AdamW if decoupled else torch.optim.Adam)([{"params": []}])
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of the Muon optimizer, in which the engine puts the sub-group that is stepped."""
+        return self.optimizer.param_groups
+
+    def step(self) -> None:
+        """Step the parameters that are in the auxiliary groups now."""
+        self.adam.state = self.optimizer.state
+        self.adam.param_groups = [group for group in self.param_groups if not group["use_muon"]]
+        for group in self.adam.param_groups:
+            for key, value in self.adam.defaults.items():
+                group.setdefault(key, value)
+        self.adam.step()
+
+
 def _bind_flat(engine: Any, index: int, params: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]],
                offsets: Sequence[int], partition: torch.Tensor) -> None:
     process_group = engine.real_dp_process_group[index]
