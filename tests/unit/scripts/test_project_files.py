@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-DOCUMENTS = ("README.md", "AGENTS.md", "CHANGELOG.md", "docs/design.md", ".ci/run", ".github/workflows/cpu.yml",
-             ".github/workflows/gpu.yml")
+DOCUMENTS = ("README.md", "AGENTS.md", "CHANGELOG.md", "docs/design.md", "docs/guide.md", ".ci/run",
+             ".github/workflows/cpu.yml", ".github/workflows/gpu.yml")
 
 
 @pytest.fixture
