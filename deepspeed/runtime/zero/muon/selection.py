@@ -22,13 +22,18 @@ BY_GROUP_KEY = "use_muon of its param group"
 BY_MUON_PATTERN = "muon_params"
 BY_ADAM_PATTERN = "adam_params"
 
+# What `tag_parameters` and set_optimizer_flags write on parameters. Who replaces a parameter has to copy them.
+MARKS = ("use_muon", "muon_rule", "muon_parts", "muon_transposed", "is_expert_group", "muon_num_heads",
+         "muon_head_dim")
+
 # Modules that compute a product with `weight` and do not derive from nn.Linear, by class name: transformers' Conv1D
 # (stored [in, out]) and the layers that DeepSpeed puts in the place of Linear.
 _TRANSPOSED_PRODUCTS = ("Conv1D", )
 _PRODUCT_CLASSES = (*_TRANSPOSED_PRODUCTS, "LinearLayer", "LinearAllreduce", "LmHeadLinearAllreduce",
                     "OptimizedLinear")
 _HEADS = ("lm_head", "score", "classifier", "head", "heads", "output", "qa_outputs", "embed_out", "decoder")
-_ROUTERS = ("router", "gate", "wg")
+# `coefficient` mixes the experts with the residual branch in DeepSpeed's MoE layers.
+_ROUTERS = ("router", "gate", "wg", "coefficient")
 _STOCK_NAMES = ("embed", "lm_head")
 
 # The attribute in which a group's use_muon travels from `mark_groups` to `tag_parameters`.

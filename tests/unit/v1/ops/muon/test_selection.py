@@ -206,6 +206,13 @@ class TestTheUsersChoice:
             choose(llama(), options)
 
 
+def test_the_mixing_gate_of_a_residual_moe_layer_is_a_router():
+    """`use_residual` of deepspeed.moe.layer.MoE, without the process groups that it needs."""
+    moe = nn.ModuleDict(dict(mlp=nn.Linear(8, 8), coefficient=nn.Linear(8, 2)))
+    choices = choose(nn.ModuleDict(dict(moe=moe)), {})
+    assert choices["moe.coefficient.weight"].rule == "router" and choices["moe.mlp.weight"].use_muon
+
+
 def test_parameters_of_modules_we_do_not_know():
 
     class Scaled(nn.Module):

@@ -217,6 +217,26 @@ class TestAutoTP(DistributedTest):
         assert (whole_weights(engine, stage)[name] - expected[name]).norm() > 0.05 * moved
 
 
+class TestZeroInit(DistributedTest):
+    """AutoTP makes new parameters of those that zero.Init has cut; the marks have to go along."""
+    world_size = 2
+
+    def test_marks_are_kept(self):
+        config = ds_config(3, per_head_muon=True, adam_params=["up_proj"])
+        # transformers cannot be imported while zero.Init has put its own functions into torch.
+        tiny_llama()
+        with deepspeed.zero.Init(config_dict_or_path=config):
+            model = tiny_llama()
+        engine = deepspeed.initialize(model=model, config=config)[0]
+        layer = engine.module.model.layers[0]
+        query = layer.self_attn.q_proj.weight
+        # Two of the four heads, each as wide as before.
+        assert (query.muon_num_heads, query.muon_head_dim, query.ds_shape[0]) == (2, 8, 16)
+        assert query.muon_rule == "weight of a product" and query.muon_transposed is False
+        assert layer.mlp.up_proj.weight.use_muon is False and layer.mlp.up_proj.weight.muon_rule == "adam_params"
+        engine.destroy()
+
+
 class TestStage0(DistributedTest):
     world_size = 2
 
