@@ -167,4 +167,22 @@ EDITS = [
               code=f"muon_checkpoint.write_latest({prefix}save_dir, {prefix}tag)",
               why="A kill, or a full disk, between opening and writing left latest empty.")
       for name, prefix in (("save_checkpoint", ""), ("_commit_decoupled_checkpoint", "commit_info."))),
+    Edit("insert_before",
+         scope=f"{ENGINE}.load_checkpoint",
+         anchor="copytree(offload_ckpt_dir, offload_dir, dirs_exist_ok=True)",
+         code="""
+             muon_states.load_beside_swap_files(self, os.path.join(load_dir, tag), load_optimizer_states
+             and not load_module_only)
+         """,
+         why="With NVMe offload, no optimizer got its states back, and small sub-groups not even their weights.",
+         engine="ZeRO-3, NVMe offload",
+         drop_when="upstream loads what is not in swap files",
+         series="checkpoints"),
+    Edit("insert_after",
+         anchor="from deepspeed.runtime.bf16_optimizer import BF16_Optimizer",
+         code="from deepspeed.runtime.zero.muon import checkpoint as muon_states",
+         why="The loader.",
+         engine="ZeRO-3, NVMe offload",
+         drop_when="upstream loads what is not in swap files",
+         series="checkpoints"),
 ]

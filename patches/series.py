@@ -97,6 +97,18 @@ nothing is touched.
         files=("deepspeed/runtime/zero/unused_gradients.py", ),
     ),
     Commit(
+        key="nvme_offload",
+        subject="ZeRO-3: NVMe offload reads the gradients that it wrote",
+        body="""\
+async_io ignores the results of direct I/O. A gradient was read straight to its place in the sub-group's buffer; where
+that is not a multiple of the device's block, as behind a bias of 7 elements, the kernel refuses the read and the
+optimizer stepped with what another tensor had left in the buffer. The part up to the next block now stays in memory,
+as the part behind the last one does. A folder that cannot be written in DeepSpeed's units is refused at initialize.
+A parameter that is prefetched twice in one go is read once; it ended the run.
+""",
+        files=("deepspeed/runtime/swap_tensor/direct_io.py", ),
+    ),
+    Commit(
         key="selection",
         subject="Muon: choose parameters by module, and let the user choose",
         body="""\

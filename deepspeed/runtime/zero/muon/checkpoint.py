@@ -252,3 +252,47 @@ def _unscale(engine: Any, momentum: torch.Tensor, whole: bool, zero_state: Mappi
             f"Muon: the momentum in this checkpoint is that of gradients times the loss scale of their step; it "
             f"is divided by the last one, {scale:g}, which is exact as far as the scale has not changed.")
     return momentum / scale
+
+
+def load_beside_swap_files(engine: Any, folder: str, states: bool) -> None:
+    """With NVMe offload, before the swap files of a checkpoint take the place of the engine's: load what is in none
+    of them, and let the swapper know which files of states are about to come.
+
+    For any optimizer. `folder` is the checkpoint's with its tag, `states` whether the optimizer's are wanted.
+    Sub-groups that are too small to be swapped have their weights and states in the ZeRO file.
+    """
+    zero = engine.optimizer
+    path = engine._get_zero_ckpt_name(os.path.dirname(folder), os.path.basename(folder))
+    saved = torch.load(path, map_location="cpu", weights_only=False)[OPTIMIZER_STATE_DICT]
+    if states:
+        zero.loss_scaler = saved[LOSS_SCALER]
+        zero._set_fp32_optimizer_param_groups()
+        zero.optimizer.load_state_dict(saved[OPTIMIZER_STATE_DICT])
+        zero._clear_fp32_optimizer_param_groups()
+        zero.optimizer_swapper.purge_state()
+    for index, partition in enumerate(zero.fp32_partitioned_groups_flat):
+        if not zero._swappable_optimizer_subgroup(index):
+            partition.data.copy_(saved[FP32_FLAT_GROUPS][index])
+        elif states and partition in zero.optimizer.state:
+            _announce_swapped_states(zero, partition)
+
+
+def _announce_swapped_states(zero: Any, partition: torch.Tensor) -> None:
+    """What the swapper itself does after a first step, which is when it sees states. What was saved of them beside the
+    files is nothing, or what a buffer held."""
+    swapped = []
+    for key, value in zero.optimizer.state[partition].items():
+        if is_swapped_state(zero, key, value):
+            value.data = torch.empty(0, dtype=value.dtype)
+            value.ds_id = f"{key}-{partition.ds_id}"
+            swapped.append(value)
+        elif key == MOMENTUM_KEY:
+            value.swappable = False
+    if swapped:
+        zero.optimizer_swapper.swap_params_info[partition.ds_id].add_state_tensors(swapped)
+
+
+def is_swapped_state(zero: Any, key: str, state: Any) -> bool:
+    """Whether ZeRO-3 keeps this state of a swapped sub-group in a file."""
+    in_memory = key == MOMENTUM_KEY and zero.save_muon_momentum_buffer_in_memory
+    return torch.is_tensor(state) and state.dim() > 0 and not in_memory

@@ -17,8 +17,10 @@ import deepspeed.comm as dist
 from deepspeed.checkpoint.constants import (BASE_OPTIMIZER_STATE, FP32_FLAT_GROUPS, GROUP_PADDINGS,
                                             OPTIMIZER_STATE_DICT, PARAM, PARAM_ALIGNMENT_PADDINGS, PARAM_GROUPS,
                                             PARAM_SHAPES, SINGLE_PARTITION_OF_FP32_GROUPS, ZERO_STAGE)
+from deepspeed.checkpoint.ds_to_universal import dp_index_to_str
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
-from deepspeed.runtime.zero.muon.checkpoint import FP32, WITHOUT_STATES, universal_state_names, whole_matrix_spans
+from deepspeed.runtime.zero.muon.checkpoint import (FP32, WITHOUT_STATES, is_swapped_state, universal_state_names,
+                                                    whole_matrix_spans)
 from deepspeed.runtime.zero.muon.exchange import Exchange
 from deepspeed.runtime.zero.muon.optimizer import MOMENTUM_KEY, MuonWithAuxAdam
 
@@ -75,6 +77,9 @@ class _Problem(Exception):
 def _check(engine: Any, request: Request) -> None:
     if not os.path.isdir(request.folder):
         raise _Problem(f"{request.folder} is not a folder.")
+    if engine.zero_nvme_offload_optimizer() and (engine.load_universal_checkpoint() or not request.states):
+        raise _Problem("With NVMe offload DeepSpeed loads swap files, weights and states together, and universal "
+                       "checkpoints do not have these. Load what was saved with NVMe offload, with its states.")
     if engine.load_universal_checkpoint():
         _check_universal(engine, request)
         return
@@ -158,6 +163,7 @@ def _check_zero(engine: Any, request: Request, model_path: str, model: Mapping[s
     offload = (config.get("zero_optimization") or {}).get("offload_optimizer") or {}
     engine.optimizer.muon_saved_with_offload = offload.get("device", "none") != "none"
     if engine.zero_nvme_offload_optimizer():
+        _check_swapped(engine, request, path, saved)
         return
     weights = saved[FP32_FLAT_GROUPS if is_stage3 else SINGLE_PARTITION_OF_FP32_GROUPS]
     paddings = saved.get(GROUP_PADDINGS) or [0] * len(weights)
@@ -175,6 +181,32 @@ def _check_zero(engine: Any, request: Request, model_path: str, model: Mapping[s
         if isinstance(base, dict) and hasattr(engine.optimizer, "params_in_partition"):
             sizes.add(sum(whole for _, _, _, whole in whole_matrix_spans(engine.optimizer, index)))
         _check_state(where, partition.use_muon, states[index], sizes)
+
+
+def _check_swapped(engine: Any, request: Request, path: str, saved: Mapping[str, Any]) -> None:
+    """The same sub-groups and states have to be in files as here, and the files have to be there."""
+    zero, here = engine.optimizer, "Load with the zero_optimization settings that it was saved with."
+    found = [weight.numel() for weight in saved[FP32_FLAT_GROUPS]]
+    numels = [int(numel) for numel in zero.fp16_partitioned_groups_flat_numel]
+    swapped = [zero._swappable_optimizer_subgroup(index) for index in range(len(numels))]
+    if len(found) != len(numels) or any(numel not in ({0, own} if in_file else {own})
+                                        for numel, own, in_file in zip(found, numels, swapped)):
+        raise _Problem(f"{path} has sub-groups of {found} elements, here they are of {numels}. {here}")
+    rank = engine.local_rank if engine.use_node_local_storage() else engine.global_rank
+    files = os.path.join(request.folder, "offloaded_tensors", f"rank{dp_index_to_str(rank)}")
+    for index in (index for index, in_file in enumerate(swapped) if in_file):
+        partition, state = zero.fp32_partitioned_groups_flat[index], saved[OPTIMIZER_STATE_DICT]["state"].get(
+            index, {})
+        names = [f"{key}-{partition.ds_id}" for key, value in state.items() if is_swapped_state(zero, key, value)]
+        for name in [partition.ds_id, *names]:
+            file = os.path.join(files, f"{name}.tensor.swp")
+            if not os.path.isfile(file):
+                raise _Problem(
+                    f"{file} is missing. {here} Files carry the numbers that parameters get as they are made, "
+                    "so this model has to be the first of its process.")
+        if MOMENTUM_KEY in state and f"{MOMENTUM_KEY}-{partition.ds_id}" not in names and not state[
+                MOMENTUM_KEY].numel():
+            raise _Problem(f"{path} was saved without save_muon_momentum_buffer_in_memory. {here}")
 
 
 def _check_state(where: str, use_muon: bool, state: Mapping[str, Any], sizes: set[int]) -> None:
