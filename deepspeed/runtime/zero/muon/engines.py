@@ -180,6 +180,8 @@ def bind_stage_1_and_2(engine: Any) -> None:
 def bind_stage3(engine: Any) -> None:
     """ZeRO-3: each parameter is cut on its own, shards of a sub-group stand one after another in its partition."""
     optimizer = engine.optimizer
+    if is_muon(optimizer) and engine.swap_optimizer:
+        _refuse_swapping(engine)
     for index, params in enumerate(engine.fp16_groups):
         if not is_muon_group(optimizer, engine.sub_group_to_group_id[index]):
             continue
@@ -225,6 +227,18 @@ class AdamOnAccelerator:
             for key, value in self.adam.defaults.items():
                 group.setdefault(key, value)
         self.adam.step()
+
+
+def _refuse_swapping(engine: Any) -> None:
+    """Raises ValueError for what NVMe offload of the optimizer does not do exactly."""
+    offload = "zero_optimization.offload_optimizer"
+    if engine.params_in_nvme_and_cpu and engine.offload_optimizer_fast_init:
+        raise ValueError(f"Muon: {offload}.fast_init is on, but with parameters on NVMe it reads them to places that "
+                         "direct I/O does not take, and weights are what was in memory. Remove it from the config.")
+    if engine.master_weights_and_grads_dtype != torch.float32:
+        raise ValueError(f"Muon: {offload}.device is nvme, but master weights are "
+                         f"{engine.master_weights_and_grads_dtype}, and momenta of fp32 are swapped as such. Remove "
+                         "*_master_weights_and_grads from the config, or offload to cpu.")
 
 
 def _bind_flat(engine: Any, index: int, params: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]],

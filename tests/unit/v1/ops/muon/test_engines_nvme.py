@@ -205,6 +205,13 @@ class TestNVMe(DistributedTest):
             assert_same_bits(contract.momenta(engine, MUON), values)
             engine.destroy()
 
+    @pytest.mark.support(feature="NVMe offload: fast_init with parameters on NVMe", engine="ZeRO-3", state="refused")
+    def test_fast_init(self, tmpdir):
+        """Measured, for any optimizer: weights that are not numbers."""
+        with nvme(), pytest.raises(ValueError, match="fast_init is on"):
+            contract.initialize(ProductModel(SHAPES),
+                                ds_config(tmpdir, parameters=True, optimizer_options={"fast_init": True}))
+
 
 class TestCheckpoint(DistributedTest):
     world_size = [1, 2]
