@@ -72,7 +72,9 @@ def claims_of(item: pytest.Item) -> List[Claim]:
         if engine is None:
             raise pytest.UsageError(f"{item.nodeid}: a mark `support` without engine, and none in the parameters")
         feature = mark.kwargs["feature"].format(**parameters)
-        found.append(Claim(feature[0].upper() + feature[1:], engine, mark.kwargs["state"], test))
+        if feature.split()[0].isalpha():
+            feature = feature[0].upper() + feature[1:]
+        found.append(Claim(feature, engine, mark.kwargs["state"], test))
     return found
 
 
