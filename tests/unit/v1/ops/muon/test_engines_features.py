@@ -108,50 +108,46 @@ class TestGradientHooks(DistributedTest):
         trained.destroy()
 
 
-class TestLowPrecisionMasters(DistributedTest):
-    """Master weights in 16 bits are rounded after each step, which starts from what they were rounded to. The momentum
+BF16_MASTERS = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
+FP16_MASTERS = {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}
+
+
+class TestBf16Masters(DistributedTest):
+    """Master weights in bf16 are rounded after each step, which starts from what they were rounded to. The momentum
     stays fp32."""
     world_size = 2
 
-    @pytest.mark.parametrize("engine, dtype, section", [
-        *(pytest.param(engine,
-                       "bf16", {
-                           "bf16_master_weights_and_grads": True,
-                           "bf16_optimizer_states": True
-                       },
-                       marks=pytest.mark.support(feature="`bf16_master_weights_and_grads`, `bf16_optimizer_states`",
-                                                 state="exact"))
-          for engine in ("zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")),
-        *(pytest.param(engine,
-                       "fp16", {"fp16_master_weights_and_grads": True},
-                       marks=pytest.mark.support(feature="`fp16_master_weights_and_grads`", state="exact"))
-          for engine in ("zero2_offload", "zero3_offload")),
-    ])
-    def test(self, engine, dtype, section):
+    @pytest.mark.parametrize("engine", ["zero1", "zero2", "zero3"])
+    @pytest.mark.support(feature="`bf16_master_weights_and_grads`, `bf16_optimizer_states`", state="exact")
+    def test(self, engine):
         gradients = Gradients(SHAPES, self.world_size)
         model = ProductModel(SHAPES)
         weights = {name: weight.detach().double() for name, weight in model.named_parameters()}
-        config = contract.ds_config(engine, dtype, **{dtype: {"enabled": True, **section}})
-        if engine.endswith("offload"):
-            config["zero_force_ds_cpu_optimizer"] = True
-            del config["optimizer"]["params"]["torch_adam"]
-        with contract.fp16_accepted():
-            trained = contract.initialize(model, config)
-            reference = Reference(weights, MUON)
-            for step in range(3):
-                before = contract.module_weights(trained)
-                contract.train_step(trained, gradients, step)
-                reference.oracle.weights = [before[name].double() for name in MUON]
-                reference.step(gradients.mean(step))
-                found = contract.module_weights(trained)
-                for name in MUON:
-                    expected = reference.weights[name]
-                    # Half a unit in the last place, and what fp32 gets wrong before the rounding.
-                    bound = expected.abs() * torch.finfo(found[name].dtype).eps * 0.51 + 1e-6
-                    assert ((found[name].double() - expected).abs() <= bound).all(), name
+        trained = contract.initialize(model, contract.ds_config(engine, "bf16", **BF16_MASTERS))
+        reference = Reference(weights, MUON)
+        for step in range(3):
+            before = contract.module_weights(trained)
+            contract.train_step(trained, gradients, step)
+            reference.oracle.weights = [before[name].double() for name in MUON]
+            reference.step(gradients.mean(step))
+            found = contract.module_weights(trained)
+            for name in MUON:
+                expected = reference.weights[name]
+                # Half a unit in the last place, and what fp32 gets wrong before the rounding.
+                bound = expected.abs() * torch.finfo(torch.bfloat16).eps * 0.51 + 1e-6
+                assert ((found[name].double() - expected).abs() <= bound).all(), name
         for partition, momentum in contract.momentum_shards(trained):
             assert momentum.dtype == torch.float32
         # DeepSpeed hands the fp32 momentum out in the dtype of the masters: 2.1e-3 measured in bf16.
         contract.below("momenta", contract.largest_distance(contract.momenta(trained, MUON), reference.momenta), 4e-3)
         contract.check_counts(trained, reference, 3)
         trained.destroy()
+
+    @pytest.mark.parametrize("engine", ["zero2_offload", "zero3_offload"])
+    @pytest.mark.parametrize("dtype, sections", [("bf16", BF16_MASTERS), ("fp16", FP16_MASTERS)])
+    @pytest.mark.support(feature="16-bit master weights with CPU offload", state="refused")
+    def test_offload_is_refused(self, engine, dtype, sections):
+        """By DeepSpeed, which allows that with its Adam for CPUs alone."""
+        config = contract.ds_config(engine, dtype, zero_force_ds_cpu_optimizer=True, **sections)
+        with contract.fp16_accepted(), pytest.raises(AssertionError, match="requires .*DeepSpeedCPUAdam"):
+            contract.initialize(ProductModel(SHAPES), config)
