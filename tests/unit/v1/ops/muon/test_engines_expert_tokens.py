@@ -26,8 +26,8 @@ class Experts(torch.nn.Module):
         self.down_proj = torch.nn.Parameter(torch.randn(COUNT, HIDDEN, WIDTH) / 3)
 
     def forward(self, tokens, weights):
-        gate, up = torch.einsum("th,efh->tef", tokens, self.gate_up_proj).chunk(2, dim=-1)
-        out = torch.einsum("tef,ehf->teh", torch.nn.functional.silu(gate) * up, self.down_proj)
+        gate, up = torch.einsum("nh,xfh->nxf", tokens, self.gate_up_proj).chunk(2, dim=-1)
+        out = torch.einsum("nxf,xhf->nxh", torch.nn.functional.silu(gate) * up, self.down_proj)
         return (out * weights.unsqueeze(-1)).sum(1)
 
 
