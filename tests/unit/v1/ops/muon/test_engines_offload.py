@@ -17,8 +17,8 @@ from unit.v1.ops.muon.contract import SHAPES, Gradients, ProductModel, Reference
 
 STEPS = 3
 MUON = contract.muon_names(SHAPES)
-# Between one and a few parameters each.
-MANY_SUB_GROUPS = {"sub_group_size": 60}
+# One parameter each, or a few small ones, on any number of ranks.
+MANY_SUB_GROUPS = {"sub_group_size": 20}
 
 
 def run(engine_name, dtype, tolerances=contract.ROUNDING, **sections):
