@@ -129,7 +129,7 @@ class TensorParallel:
 class TestTensorParallel(DistributedTest):
     world_size = 2
 
-    @pytest.mark.support(feature="tensor parallelism along an unknown dimension", state="refused")
+    @pytest.mark.support(feature="Tensor-parallel shards along an unknown dimension", state="refused")
     @zero_engines
     def test_shards_of_which_nothing_is_known_are_refused(self, engine, dtype):
         model = ProductModel(SHAPES)

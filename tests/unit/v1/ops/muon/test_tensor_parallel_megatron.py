@@ -164,7 +164,7 @@ class TestShard(DistributedTest):
     world_size = 2
 
     @pytest.mark.support(feature="\"tensor_parallel\": \"shard\"",
-                         engine="all",
+                         engine="ZeRO-1",
                          state="each shard by itself, one warning")
     def test_warns_once(self):
         mpu = Mpu()
@@ -200,7 +200,7 @@ class SlicedLinear(contract.LinearProduct):
 class TestRefused(DistributedTest):
     world_size = 4
 
-    @pytest.mark.support(feature="Tensor with pipeline parallelism", engine="all", state="refused")
+    @pytest.mark.support(feature="Tensor with pipeline parallelism", engine="ZeRO-1", state="refused")
     def test_pipeline(self):
         topology = PipeModelDataParallelTopology(num_pp=2, num_mp=TENSOR, num_dp=1)
         layers = [LayerSpec(SlicedLinear) for _ in range(2)]
@@ -209,7 +209,7 @@ class TestRefused(DistributedTest):
         with pytest.raises(ValueError, match=message):
             contract.initialize(module, contract.ds_config("zero1"))
 
-    @pytest.mark.support(feature="Tensor with expert parallelism", engine="all", state="refused")
+    @pytest.mark.support(feature="Tensor with expert parallelism", engine="ZeRO-1", state="refused")
     def test_experts_that_are_cut(self):
         mpu = Mpu()
         model = experts.ExpertModel(2, enable_expert_tensor_parallelism=True)
@@ -219,7 +219,7 @@ class TestRefused(DistributedTest):
         with pytest.raises(ValueError, match=r"data x tensor ranks are 2 of 4 ranks.*pipeline or expert parallelism"):
             contract.initialize(model, contract.ds_config("zero1"), mpu=mpu)
 
-    @pytest.mark.support(feature="Tensor-parallel shards of different sizes", engine="all", state="refused")
+    @pytest.mark.support(feature="Tensor-parallel shards of different sizes", engine="ZeRO-1", state="refused")
     def test_uneven_shards(self):
         mpu = Mpu()
         rows = 5 + 3 * mpu.get_tensor_model_parallel_rank()
@@ -229,7 +229,7 @@ class TestRefused(DistributedTest):
         with pytest.raises(ValueError, match="uneven tensor-parallel shards are supported with .* \"shard\" only"):
             contract.initialize(model, contract.ds_config("zero1"), mpu=mpu)
 
-    @pytest.mark.support(feature="Tensor-parallel shards along an unknown dimension", engine="all", state="refused")
+    @pytest.mark.support(feature="Tensor-parallel shards along an unknown dimension", engine="ZeRO-1", state="refused")
     @pytest.mark.parametrize("shape, dim", [((6, 13), -1), ((6, 13), 2), ((6, 5, 3, 3), 2), ((6, 13), None)])
     def test_unknown_dimension(self, shape, dim):
         model = ProductModel({"column.weight": shape})
