@@ -297,11 +297,10 @@ def _tensor_cut(engine: Any, param: torch.Tensor) -> Optional[int]:
     experts = getattr(param, "is_expert_group", False)
     # Kernels are [out, rest]: a cut along a dimension of rest other than the first leaves no blocks of columns.
     if dim not in ((0, 1, 2) if experts else (0, 1)):
-        name = engine.param_names.get(param, "a parameter without a name")
         raise ValueError(
-            f"Muon: {name} is cut over tensor-parallel ranks along dimension {dim}, which is not known to "
-            "be one of a matrix. Set param.partition_dim as Megatron-LM does, \"tensor_parallel\": \"shard\", or "
-            "param.use_muon = False.")
+            f"Muon: {_name(engine, param)} is cut over tensor-parallel ranks along dimension {dim}, which is not "
+            "known to be one of a matrix. Set param.partition_dim as Megatron-LM does, \"tensor_parallel\": "
+            "\"shard\", or param.use_muon = False.")
     if getattr(param, "muon_num_heads", None) and dim == 0:
         return None
     _refuse_cut_parts(engine, param, dim)
@@ -315,13 +314,17 @@ def _refuse_cut_parts(engine: Any, param: torch.Tensor, dim: int) -> None:
     parts = getattr(param, "muon_parts", None) or ()
     outputs_dim = 1 if getattr(param, "muon_transposed", False) else 0
     if len(parts) > 1 and dim == outputs_dim and not getattr(param, "is_expert_group", False):
-        raise ValueError(f"Muon: {engine.param_names.get(param, 'a parameter without a name')} is taken apart into "
+        raise ValueError(f"Muon: {_name(engine, param)} is taken apart into "
                          f"{len(parts)} parts and cut over tensor-parallel ranks along the same dimension. Take it "
                          "out of fused_params, or set \"tensor_parallel\": \"shard\".")
 
 
 def _matrices(engine: Any, param: torch.Tensor, shape: Sequence[int]) -> tuple[Matrix, ...]:
-    return matrices_of_parameter(engine.param_names.get(param, "a parameter without a name"), param, tuple(shape))
+    return matrices_of_parameter(_name(engine, param), param, tuple(shape))
+
+
+def _name(engine: Any, param: torch.Tensor) -> str:
+    return engine.param_names.get(param, "a parameter without a name")
 
 
 def _data_parallel_group(engine: Any, param: torch.Tensor) -> Any:

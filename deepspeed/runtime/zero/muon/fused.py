@@ -111,16 +111,23 @@ def matched(patterns: Mapping[str, Spec], names: Sequence[str]) -> dict[str, Spe
     """
     found: dict[str, Spec] = {}
     for pattern, spec in patterns.items():
-        try:
-            own = [name for name in names if re.search(pattern, name)]
-        except re.error as error:
-            raise ValueError(f"Muon: {FUSED_KEY} holds {pattern!r}, which is no regular expression: {error}") from None
-        if not own:
-            raise ValueError(
-                f"Muon: {FUSED_KEY} holds {pattern!r}, which matches no parameter that goes to Muon. Names "
-                f"are, for example, {', '.join(sorted(names)[:3])}")
-        for name in own:
+        for name in names_matched(FUSED_KEY, pattern, names, "that goes to Muon"):
             found.setdefault(name, spec)
+    return found
+
+
+def names_matched(key: str, pattern: str, names: Sequence[str], which: str) -> list[str]:
+    """The names that a regular expression of the option `key` is found in. `which` says of what kind they are.
+
+    Raises ValueError for a pattern that is no regular expression or matches nothing.
+    """
+    try:
+        found = [name for name in names if re.search(pattern, name)]
+    except (re.error, TypeError) as error:
+        raise ValueError(f"Muon: {key} holds {pattern!r}, which is no regular expression: {error}") from None
+    if not found:
+        raise ValueError(f"Muon: {key} holds {pattern!r}, which matches no parameter {which}. Names are, for example, "
+                         f"{', '.join(sorted(names)[:3])}")
     return found
 
 

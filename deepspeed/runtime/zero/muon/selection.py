@@ -15,7 +15,7 @@ from typing import Any, Iterable, Mapping, Optional, Sequence
 import torch
 from torch import nn
 
-from deepspeed.runtime.zero.muon.fused import FUSED_KEY, parts_of_experts, take_apart
+from deepspeed.runtime.zero.muon.fused import FUSED_KEY, names_matched, parts_of_experts, take_apart
 
 BY_PARAMETER = "param.use_muon, set by the user"
 BY_GROUP_KEY = "use_muon of its param group"
@@ -173,19 +173,12 @@ def _with_muon(choice: Choice, name: str, param: torch.Tensor, rule: str) -> Cho
     return Choice(True, rule, choice.expert_stack, choice.transposed, choice.parts)
 
 
-def _matched(key: str, patterns: Optional[Sequence[str]], names: Iterable[str]) -> set[str]:
+def _matched(key: str, patterns: Optional[Sequence[str]], names: Sequence[str]) -> set[str]:
     if isinstance(patterns, str):
         raise ValueError(f"Muon: {key} must be a list of regular expressions, got the string {patterns!r}")
     found: set[str] = set()
     for pattern in patterns or ():
-        try:
-            matches = {name for name in names if re.search(pattern, name)}
-        except (re.error, TypeError) as error:
-            raise ValueError(f"Muon: {key} holds {pattern!r}, which is no regular expression: {error}") from None
-        if not matches:
-            raise ValueError(f"Muon: {key} holds {pattern!r}, which matches no parameter of the model. Names are, for "
-                             f"example, {', '.join(sorted(names)[:3])}")
-        found |= matches
+        found.update(names_matched(key, pattern, names, "of the model"))
     return found
 
 

@@ -162,7 +162,7 @@ class MuonStep:
 
     def _normalize_into(self, buffer: torch.Tensor, parts: Sequence[Part]) -> None:
         for part in parts:
-            normalized = torch._foreach_div(self._blend(part), [self._divisors[index] for index in part.matrices])
+            normalized = self.normalized(part)
             if buffer.device != normalized[0].device:
                 # Cast where the slices live: with offload only the wire dtype crosses to the accelerator.
                 normalized = [tensor.to(buffer.dtype) for tensor in normalized]
@@ -211,8 +211,9 @@ class MuonStep:
 
     def orthogonalize(self, index: int) -> None:
         buffer = self._batch(index)
+        owned = self._owned(index) if self.watchers else {}
         for together in self._together[index]:
-            self._orthogonalize_(buffer, together, self._owned(index) if self.watchers else {})
+            self._orthogonalize_(buffer, together, owned)
             self.orthogonalized += together.count
 
     def _orthogonalize_(self, buffer: torch.Tensor, together: Together, owned: dict[Batch, list[int]]) -> None:
