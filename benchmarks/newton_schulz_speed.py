@@ -27,7 +27,7 @@ from deepspeed.runtime.zero.muon.coefficients import flops, resolve
 from deepspeed.runtime.zero.muon.exchange import Exchange
 from deepspeed.runtime.zero.muon.layout import GroupLayout
 from deepspeed.runtime.zero.muon.matrices import matrices_of
-from deepspeed.runtime.zero.muon.newton_schulz import cpu_multiplies_bf16, iterate, normalize
+from deepspeed.runtime.zero.muon.newton_schulz import cpu_multiplies_fast, iterate, normalize
 from deepspeed.runtime.zero.muon.pack import Workspace
 from deepspeed.runtime.zero.muon.plan import build_plan, rank_plan
 from deepspeed.runtime.zero.muon.step import Kernel, MuonStep, Partition
@@ -35,7 +35,7 @@ from deepspeed.runtime.zero.muon.step import Kernel, MuonStep, Partition
 RESULTS = Path(__file__).parent / "results" / "newton_schulz_speed.md"
 JORDAN5 = resolve("jordan", 5)
 KERNELS = [("gram", torch.float32), ("standard", torch.float32)]
-KERNELS += [("standard", torch.bfloat16)] if cpu_multiplies_bf16() else []
+KERNELS += [("standard", torch.bfloat16)] if cpu_multiplies_fast(torch.bfloat16) else []
 
 
 def medians(runs: Sequence[Callable[[], object]], rounds: int) -> list[float]:

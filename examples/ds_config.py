@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 CONFIG_FOLDER = Path(__file__).resolve().parent / "configs"
-ENGINES = ("bf16", "zero1", "zero2", "zero3", "zero2-offload", "zero3-offload")
+ENGINES = ("bf16", "zero1", "zero2", "zero3", "zero2-offload", "zero3-offload", "zero2-fp32")
 OPTIMIZERS = ("muon", "adamw")
 
 # The best of a sweep over learning rate and weight decay; see README.md.

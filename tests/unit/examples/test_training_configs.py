@@ -15,11 +15,12 @@ from ds_config import CONFIG_FOLDER, ENGINES, OPTIMIZERS, load_ds_config, schedu
 
 # What makes an engine, and what depends on it. Everything else must be equal in all files.
 ENGINE_KEYS = {"zero_optimization", "data_types"}
-STAGES = {"bf16": 1, "zero1": 1, "zero2": 2, "zero3": 3, "zero2-offload": 2, "zero3-offload": 3}
+STAGES = {"bf16": 1, "zero1": 1, "zero2": 2, "zero3": 3, "zero2-offload": 2, "zero3-offload": 3, "zero2-fp32": 2}
 
 
 def common_part(config: dict) -> dict:
     part = {key: value for key, value in config.items() if key not in ENGINE_KEYS}
+    part.pop("bf16", None)
     part["optimizer"]["params"].pop("torch_adam", None)
     return part
 
@@ -37,6 +38,7 @@ def test_file_is_muon_with_the_stage_of_its_name(engine: str):
     assert ("offload_optimizer" in zero) == engine.endswith("-offload")
     # This is what makes DeepSpeed choose BF16_Optimizer.
     assert (config.get("data_types") == {"grad_accum_dtype": "fp32"}) == (engine == "bf16")
+    assert config.get("bf16") == (None if engine.endswith("-fp32") else {"enabled": True})
     # DeepSpeed refuses torch's Adam for an optimizer state on the CPU; elsewhere it saves compiling a kernel.
     assert config["optimizer"]["params"].get("torch_adam", False) != engine.endswith("-offload")
 

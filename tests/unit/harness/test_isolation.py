@@ -7,6 +7,8 @@ import gc
 import logging
 import os
 import random
+import threading
+import time
 import warnings
 import weakref
 from pathlib import Path
@@ -20,6 +22,7 @@ import deepspeed.comm as dist
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.utils import groups
 from unit.common import DistributedTest
+from unit.ranks.pool import MOST_THREADS
 
 _KEPT = []
 
@@ -48,6 +51,19 @@ class TestRanksStay(DistributedTest):
         pids = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
         dist.all_gather(pids, torch.tensor([os.getpid()]))
         assert pids[0] != pids[1] and os.getppid() != os.getpid()
+
+
+class TestRankWithManyThreads(DistributedTest):
+    world_size = 2
+
+    def test_first(self, class_tmpdir):
+        _leave(class_tmpdir, "pid", os.getpid())
+        if dist.get_rank() == 1:
+            for _ in range(MOST_THREADS):
+                threading.Thread(target=time.sleep, args=(1000, ), daemon=True).start()
+
+    def test_is_replaced(self, class_tmpdir):
+        assert (_left(class_tmpdir, "pid") == str(os.getpid())) == (dist.get_rank() == 0)
 
 
 class TestGroup(DistributedTest):

@@ -35,7 +35,7 @@ def on_two_ranks(script: Path, *arguments: str, timeout: float = 400) -> tuple[i
     own = [str(ROOT / "tests"), str(EXAMPLES)]
     inherited = [os.path.abspath(path) for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
     environment.update(PYTHONPATH=os.pathsep.join(own + inherited), HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
-    # On CPUs always: the iteration is then in fp32, and a comparison with whole matrices means something.
+    # On CPUs always: two ranks cannot share one GPU.
     environment.update(DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [str(Path(__file__).with_name("on_cpu.py")), str(script), *arguments]

@@ -13,6 +13,8 @@ from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import List, Union
 
+import psutil
+
 import deepspeed
 from unit.ranks.messages import Kind, Outcome, Settle, Task
 from unit.ranks.process import RankFiles, serve
@@ -45,6 +47,11 @@ class RankProcess:
     @property
     def alive(self) -> bool:
         return self._process.is_alive()
+
+    @property
+    def threads(self) -> int:
+        """Threads of the living process."""
+        return psutil.Process(self.pid).num_threads()
 
     @property
     def handles(self) -> List[Union[Connection, int]]:

@@ -26,32 +26,37 @@ COMPILE_ENV = "DS_MUON_COMPILE"
 Kernel = Callable[..., Tensor]
 
 
+# Any of these instructions makes a CPU's products in that dtype faster than its fp32 ones.
+CPU_INSTRUCTIONS = {torch.float16: ("amx_fp16", ), torch.bfloat16: ("amx_bf16", "avx512_bf16")}
+
+
 def compute_dtype(method: str) -> torch.dtype:
     """The dtype the iteration runs in on this accelerator: gram in fp16, standard in bf16, else fp32.
 
     Gram never runs in bf16: R = X X^T squares the condition number and 8 bits lose the small singular values. Whether
-    half precision is supported is the accelerator's own answer; most CPUs say no to fp16, where a product is 30-50
-    times slower than in fp32 (2-3 against 80-105 GFLOP/s a core). To bf16 all CPUs say yes, so they are asked for the
-    instructions (`cpu_multiplies_bf16`). Ranks whose machines differ in this differ in the dtype of the wire, which
-    is compared when a plan is built. Raises ValueError for an unknown method.
+    half precision is supported is the accelerator's own answer. CPUs say yes where it is slower than fp32, so they are
+    asked for the instructions as well (`cpu_multiplies_fast`). Ranks whose machines differ in this differ in the dtype
+    of the wire, which is compared when a plan is built. Raises ValueError for an unknown method.
     """
     check_method(method)
     accelerator = get_accelerator()
-    if method == "gram":
-        return torch.float16 if accelerator.is_fp16_supported() else torch.float32
-    fast = accelerator.is_bf16_supported() and (accelerator.device_name() != "cpu" or cpu_multiplies_bf16())
-    return torch.bfloat16 if fast else torch.float32
+    gram = method == "gram"
+    half = torch.float16 if gram else torch.bfloat16
+    supported = accelerator.is_fp16_supported() if gram else accelerator.is_bf16_supported()
+    fast = supported and (accelerator.device_name() != "cpu" or cpu_multiplies_fast(half))
+    return half if fast else torch.float32
 
 
-def cpu_multiplies_bf16() -> bool:
-    """Whether this CPU has instructions for bf16 products (AMX, AVX512-BF16), as torch reports it; no where an older
-    torch has no report.
+def cpu_multiplies_fast(dtype: torch.dtype) -> bool:
+    """Whether this CPU has instructions that make products in `dtype`, fp16 or bf16, faster than in fp32, as torch
+    reports them; no where an older torch has no report.
 
-    Measured, 512 x 512 by 512 x 2048, bf16 against fp32: 4 times as fast with them (886 against 223 GFLOP/s), 60 times
-    slower without (0.5 against 30).
+    Measured, 512 x 512 by 512 x 2048 on one core, against fp32: bf16 2.7 to 4 times as fast with AMX or AVX512-BF16
+    and 60 times slower without; fp16 0.8 times as fast with AVX512-FP16, which is therefore not in the list, and 30-50
+    times slower without.
     """
     capabilities = getattr(torch.cpu, "get_capabilities", dict)()
-    return bool(capabilities.get("amx_bf16") or capabilities.get("avx512_bf16"))
+    return any(capabilities.get(instruction) for instruction in CPU_INSTRUCTIONS[dtype])
 
 
 def frobenius_norm(x: Tensor) -> Tensor:
@@ -212,9 +217,10 @@ def _to_work_layout(xs: Sequence[Tensor], m: int, n: int) -> Tensor:
     """All matrices of `xs` [batch, rows, cols] as one contiguous [sum of batches, m, n], tall ones transposed.
 
     BLAS picks its kernel and its order of summation by alignment and by odd remainders, so that matrix i of a batch of
-    9 x 13 matrices and the same matrix alone differ in their last bit (measured with MKL; with 1 and 2 threads also).
-    With all dimensions multiples of 16 they do not, which the tests check. The zeros are exact: they stay zero rows
-    and columns.
+    9 x 13 matrices and the same matrix alone differ in their last bit (measured with MKL). With all dimensions
+    multiples of 16 they do not in fp32 on one thread, which the tests check. On several threads some CPUs cut the
+    products of a lone matrix, and in half precision oneDNN has other kernels for it: then they are equal to rounding.
+    The zeros are exact: they stay zero rows and columns.
     """
     wide = [x.mT if x.shape[-2] > x.shape[-1] else x for x in xs]
     if len(wide) == 1 and wide[0].shape[-2:] == (m, n):

@@ -12,7 +12,7 @@ from accelerate.state import AcceleratorState
 from accelerate_deepspeed import main, prepare, train
 from counting import SmallNet, load_ds_config
 from outcome import EXAMPLE, results_of
-from whole import Record, Settings, compare, difference, state_of
+from whole import Record, Settings, compare, difference, in_fp32, state_of
 
 SETTINGS = Settings(gas=2,
                     clip=0.1,
@@ -28,7 +28,7 @@ CASES = {f"zero{stage}": stage for stage in (1, 2, 3)}
 def run(name: str, out: Path) -> dict[str, Any]:
     if name == EXAMPLE:
         return {"loss": main(["--stage", "3", "--out", str(out)])}
-    config = {**load_ds_config("ds_config.json", CASES[name]), "gradient_clipping": SETTINGS.clip}
+    config = {**in_fp32(load_ds_config("ds_config.json", CASES[name])), "gradient_clipping": SETTINGS.clip}
     accelerator, engine, optimizer, batches = prepare(config)
     record = Record(engine)
     train(accelerator, engine, optimizer, batches, HALF)

@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from counting import SmallNet
 from lightning_deepspeed import SmallModule, batches, build_trainer, ds_config, main
 from outcome import EXAMPLE, results_of
-from whole import Record, Settings, compare, difference, state_of
+from whole import Record, Settings, compare, difference, in_fp32, state_of
 
 SETTINGS = Settings(gas=2,
                     clip=0.1,
@@ -56,7 +56,7 @@ def fit(stage: int, out: Path, seed: int, **given: Any) -> Recorder:
     torch.manual_seed(seed)
     recorder = Recorder()
     saving = ModelCheckpoint(dirpath=out, filename="{step}", save_top_k=-1, save_on_train_epoch_end=True)
-    config = {**ds_config(stage), "gradient_clipping": SETTINGS.clip}
+    config = {**in_fp32(ds_config(stage)), "gradient_clipping": SETTINGS.clip}
     trainer = build_trainer(DeepSpeedStrategy(config=config),
                             out,
                             steps=-1,

@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM, TrainerCallback
 from counting import load_ds_config
 from outcome import EXAMPLE, results_of
 from trainer_deepspeed import build_trainer, main
-from whole import Record, Settings, compare, difference, state_of
+from whole import Record, Settings, compare, difference, in_fp32, state_of
 
 STEPS, SAVED, CLIP = 4, 2, 0.1
 
@@ -29,7 +29,7 @@ class Recorder(TrainerCallback):
 
 
 def auto(stage: int) -> dict[str, Any]:
-    return load_ds_config("ds_config_auto.json", stage)
+    return in_fp32(load_ds_config("ds_config_auto.json", stage))
 
 
 def two_rates(stage: int) -> dict[str, Any]:

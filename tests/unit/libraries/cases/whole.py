@@ -26,6 +26,13 @@ class Settings:
     decay_vectors: bool
 
 
+def in_fp32(config: dict[str, Any]) -> dict[str, Any]:
+    """A ds_config whose iteration is in fp32 on every machine: a comparison with float64 then means something."""
+    config = copy.deepcopy(config)
+    config["optimizer"]["params"]["ns_dtype"] = "float32"
+    return config
+
+
 class Record:
     """The micro-batches that the module of an engine trains on, and the learning rates (Muon's, Adam's) of each."""
 

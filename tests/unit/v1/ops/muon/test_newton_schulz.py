@@ -123,6 +123,23 @@ def test_polar_express_converges_to_the_polar_factor_of_the_svd(m, n, method):
     assert relative_error(got, u @ vh) < 5e-6  # measured 1.3e-6 at most; what remains is fp32
 
 
+@pytest.fixture
+def set_threads():
+    """torch.set_num_threads, undone after the test."""
+    threads = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(threads)
+
+
+def assert_same_but_for_rounding(got, expected):
+    """Two orders of summation, each rounded to the dtype at every product of the iteration.
+
+    Measured over 5,000 batches on a CPU with AMX: 3.5 units of fp16, 2.2 of bf16, 33 of fp32 at most.
+    """
+    units = 100 if got.dtype == torch.float32 else 16
+    assert relative_error(got, expected.double()) <= units * torch.finfo(got.dtype).eps / 2
+
+
 @settings(max_examples=80, deadline=None)
 @given(m=st.integers(1, 70),
        n=st.integers(1, 70),
@@ -133,31 +150,36 @@ def test_polar_express_converges_to_the_polar_factor_of_the_svd(m, n, method):
 @example(m=9, n=13, batch=2, data=None, method="standard", dtype=torch.float32)  # differs without the padding
 @example(m=7, n=33, batch=3, data=None, method="gram", dtype=torch.float32)
 @example(m=5, n=64, batch=5, data=None, method="standard", dtype=torch.bfloat16)
-def test_a_matrix_of_a_batch_has_the_bits_it_has_alone(m, n, batch, data, method, dtype):
+def test_a_matrix_of_a_batch_is_what_it_is_alone(m, n, batch, data, method, dtype):
+    """The same bits in fp32; in half precision CPUs have other kernels for a lone matrix."""
     if method == "gram" and dtype == torch.bfloat16:
         dtype = torch.float32
     index = batch - 1 if data is None else data.draw(st.integers(0, batch - 1))
     x = normalize(gaussian(batch, m, n, seed=m * 100 + n)).to(dtype)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     together = iterate(x, method=method, triples=JORDAN5)
     alone = iterate(x[index:index + 1].clone(), method=method, triples=JORDAN5)
-    assert torch.equal(together[index], alone[0])
+    torch.set_num_threads(threads)
+    if dtype == torch.float32:
+        assert torch.equal(together[index], alone[0])
+    else:
+        assert_same_but_for_rounding(together[index], alone[0])
 
 
 @pytest.mark.parametrize("method,dtype", [("standard", torch.float32), ("standard", torch.bfloat16),
                                           ("gram", torch.float32)])
-def test_same_bits_with_one_and_two_threads(method, dtype):
-    threads = torch.get_num_threads()
-    try:
-        for m, n in SHAPES + [(128, 512), (256, 256)]:
-            x = normalize(gaussian(5, m, n)).to(dtype)
-            results = []
-            for count in (1, 2):
-                torch.set_num_threads(count)
-                results.append(iterate(x, method=method, triples=JORDAN5))
-                results.append(iterate(x[2:3].clone(), method=method, triples=JORDAN5).expand_as(x))
-            assert all(torch.equal(results[0][2], other[2]) for other in results), (m, n)
-    finally:
-        torch.set_num_threads(threads)
+@pytest.mark.parametrize("m,n", SHAPES + [(128, 512), (256, 256)])
+def test_threads_share_a_batch_by_its_matrices(m, n, method, dtype, set_threads):
+    x = normalize(gaussian(5, m, n)).to(dtype)
+    together, alone = [], []
+    for count in (1, 2):
+        set_threads(count)
+        together.append(iterate(x, method=method, triples=JORDAN5))
+        alone.append(iterate(x[2:3].clone(), method=method, triples=JORDAN5))
+    assert torch.equal(*together)
+    # Of a lone matrix each has a part, which on some CPUs is summed in another order.
+    assert_same_but_for_rounding(alone[1][0], together[0][2])
 
 
 @pytest.mark.parametrize("method,dtype", [("standard", torch.float32), ("standard", torch.bfloat16),
@@ -296,14 +318,16 @@ def test_compute_dtype_is_the_accelerators_answer(monkeypatch, fp16, bf16, gram,
         compute_dtype("newton")
 
 
-@pytest.mark.parametrize("instruction,expected", [("amx_bf16", torch.bfloat16), ("avx512_bf16", torch.bfloat16),
-                                                  ("avx512_f", torch.float32), (None, torch.float32)])
-def test_bf16_on_a_cpu_only_where_it_has_the_instructions(monkeypatch, instruction, expected):
+@pytest.mark.parametrize("instruction,gram,standard",
+                         [("amx_bf16", torch.float32, torch.bfloat16), ("avx512_bf16", torch.float32, torch.bfloat16),
+                          ("amx_fp16", torch.float16, torch.float32), ("avx512_fp16", torch.float32, torch.float32),
+                          (None, torch.float32, torch.float32)])
+def test_half_precision_on_a_cpu_only_where_it_is_faster(monkeypatch, instruction, gram, standard):
 
     class Cpu:
 
         def is_fp16_supported(self):
-            return False
+            return True
 
         def is_bf16_supported(self):
             return True
@@ -313,9 +337,9 @@ def test_bf16_on_a_cpu_only_where_it_has_the_instructions(monkeypatch, instructi
 
     monkeypatch.setattr(ns, "get_accelerator", Cpu)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {instruction: True, "amx_tile": True}, raising=False)
-    assert (compute_dtype("gram"), compute_dtype("standard")) == (torch.float32, expected)
+    assert (compute_dtype("gram"), compute_dtype("standard")) == (gram, standard)
     monkeypatch.delattr(torch.cpu, "get_capabilities")
-    assert compute_dtype("standard") == torch.float32
+    assert (compute_dtype("gram"), compute_dtype("standard")) == (torch.float32, torch.float32)
 
 
 def test_compile_is_for_accelerators_unless_asked(monkeypatch):

@@ -15,6 +15,8 @@ from deepspeed.runtime.zero.muon.original_muon import (NS_METHODS, adam_update, 
                                                        zeropower_via_gram_newtonschulz, zeropower_via_newtonschulz5)
 
 TRIPLE = (3.4445, -4.7750, 2.0315)
+# Of an element of an update; measured 1.4e-6 in fp32 and 1.1e-3 in fp16, where the accelerator or CPU is fast in it.
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3}[ns_compute_dtype()]
 
 
 def gaussian(*shape, seed=0):
@@ -71,7 +73,7 @@ def test_muon_update_is_the_contract(shape, nesterov):
     update, new_momentum = expected_update(g, m, nesterov=nesterov)
     assert torch.equal(grad, g), "the gradient is not ours to change"
     torch.testing.assert_close(momentum.double(), new_momentum, atol=3e-7, rtol=0)
-    torch.testing.assert_close(got.double(), update, atol=1e-5, rtol=0)  # measured 1.4e-6
+    torch.testing.assert_close(got.double(), update, atol=TOLERANCE, rtol=0)
     assert got.dtype == grad.dtype and got.is_contiguous()
 
 
@@ -84,7 +86,7 @@ def test_a_convolution_kernel_of_any_dimension_is_one_matrix(shape):
     torch.testing.assert_close(got.flatten(1).double(),
                                expected_update(g.flatten(1),
                                                gaussian(*shape, seed=2).flatten(1))[0],
-                               atol=1e-5,
+                               atol=TOLERANCE,
                                rtol=0)
 
 
