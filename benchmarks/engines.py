@@ -3,7 +3,8 @@
 # DeepSpeed Team
 """Time of a step and bytes of the engines: this fork against stock DeepSpeed 0.19.8 and against AdamW.
 
-    python benchmarks/engines.py [--world-sizes 2 4] [--engines zero1 zero3 ...] [--rounds 5] [--write]
+    python benchmarks/engines.py [--tables engines scaling first] [--world-sizes 2 4] [--engines zero1 zero3 ...]
+                                 [--rounds 5] [--write]
 
 The same model, data and number of ranks, in alternating runs of both installations; the table has medians of ratios
 and their spread. Bytes are what a rank receives in an iteration, counted in the collectives themselves: an all-gather
@@ -21,11 +22,15 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Iterator
 
 LAYERS, WIDTH, MLP = 6, 256, 1024
 WARMUP, STEPS = 2, 6
 STOCK = "0.19.8"
 RESULTS = Path(__file__).resolve().parent / "results" / "engines.md"
+TABLES = ("engines", "scaling", "first")
+# With torch.compile on, stock's first step took from one to many minutes on CPUs.
+TIMEOUT_SECONDS = 900
 
 ENGINES = {
     "stage0": dict(stage=0),
@@ -64,7 +69,7 @@ def ds_config(engine: str, optimizer: str, stock: bool) -> dict:
     return config
 
 
-def make_model():
+def make_model(layers: int):
     import torch
 
     class Block(torch.nn.Module):
@@ -81,7 +86,7 @@ def make_model():
             return x + self.down(torch.tanh(self.up(x)))
 
     torch.manual_seed(0)
-    return torch.nn.Sequential(*(Block() for _ in range(LAYERS)), torch.nn.LayerNorm(WIDTH))
+    return torch.nn.Sequential(*(Block() for _ in range(layers)), torch.nn.LayerNorm(WIDTH))
 
 
 class ReceivedBytes:
@@ -125,19 +130,20 @@ class ReceivedBytes:
         return counted
 
 
-def worker(engine_name: str, optimizer: str, stock: bool, out: str) -> None:
-    """One rank of one run: median time of backward pass and step, bytes of an iteration, bytes of state."""
+def worker(engine_name: str, optimizer: str, stock: bool, layers: int, out: str) -> None:
+    """One rank of one run: median time of backward pass and step, CPU time of the busiest rank in the step, bytes of an
+    iteration, bytes of state, time of the first step."""
     import torch
     import deepspeed
     import deepspeed.comm as dist
     deepspeed.init_distributed()
     counter = ReceivedBytes(dist.get_world_size())
-    model = make_model()
+    model = make_model(layers)
     dtype = torch.bfloat16 if ENGINES[engine_name].get("bf16") else torch.float32
     engine, _, _, _ = deepspeed.initialize(model=model,
                                            model_parameters=model.parameters(),
                                            config=ds_config(engine_name, optimizer, stock))
-    times, received = [], []
+    times, busy, received = [], [], []
     for step in range(WARMUP + STEPS):
         torch.manual_seed(100 * step + dist.get_rank())
         before = counter.total
@@ -146,27 +152,39 @@ def worker(engine_name: str, optimizer: str, stock: bool, out: str) -> None:
         # With the backward pass, which is small here, because stock ZeRO-1 and 2 orthogonalize at its end.
         start = time.perf_counter()
         engine.backward(loss)
+        # Of all threads, without what it waits: on fewer cores than ranks, time tells nothing of one rank's work.
+        started = time.process_time()
         engine.step()
+        busy.append(time.process_time() - started)
         times.append(time.perf_counter() - start)
         received.append(counter.total - before)
     base = getattr(engine.optimizer, "optimizer", engine.optimizer)
     state = sum(value.numel() * value.element_size() for state in base.state.values() for value in state.values()
                 if torch.is_tensor(value))
+    busiest = torch.tensor([statistics.median(busy[WARMUP:])])
+    dist.all_reduce(busiest, op=dist.ReduceOp.MAX)
     if dist.get_rank() == 0:
-        Path(out).write_text(
-            json.dumps(dict(seconds=statistics.median(times[WARMUP:]), bytes=received[-1], state_bytes=state)))
+        found = dict(seconds=statistics.median(times[WARMUP:]), busy=busiest.item(), first=times[0])
+        Path(out).write_text(json.dumps(dict(found, bytes=received[-1], state_bytes=state)))
     dist.barrier()
     # The end of a Python with gloo and released DeepSpeed can abort.
     os._exit(0)
 
 
-def run(python: str, engine: str, optimizer: str, world_size: int, stock: bool) -> dict:
+def run(python: str,
+        engine: str,
+        optimizer: str,
+        world_size: int,
+        stock: bool = False,
+        layers: int = LAYERS,
+        compile: bool = False) -> dict:
     """One run in a process group of its own; its figures. Raises RuntimeError with the output where it fails."""
     with tempfile.TemporaryDirectory() as folder:
         out = os.path.join(folder, "figures.json")
         env = {
             **os.environ, "OMP_NUM_THREADS": "1",
-            "TORCHDYNAMO_DISABLE": "1",
+            "TORCHDYNAMO_DISABLE": str(int(not compile)),
+            "TORCHINDUCTOR_CACHE_DIR": os.path.join(folder, "compiled"),
             "TORCH_EXTENSIONS_DIR": str(Path(python).parent.parent / "torch_extensions"),
             "PATH": f"{Path(python).parent}:{os.environ['PATH']}"
         }
@@ -174,9 +192,10 @@ def run(python: str, engine: str, optimizer: str, world_size: int, stock: bool) 
         command = [
             python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
             str(world_size), __file__, "--worker", engine, optimizer,
-            str(int(stock)), out
+            str(int(stock)),
+            str(layers), out
         ]
-        found = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, cwd=folder)
+        found = subprocess.run(command, env=env, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, cwd=folder)
         if found.returncode or not os.path.exists(out):
             raise RuntimeError(f"{engine} {optimizer} W={world_size} stock={stock}:\n{found.stdout}{found.stderr}")
         return json.loads(Path(out).read_text())
@@ -184,47 +203,94 @@ def run(python: str, engine: str, optimizer: str, world_size: int, stock: bool) 
 
 def compare(engine: str, world_size: int, rounds: int, stock_python: str) -> str:
     """A line of the table."""
-    ratios, adam_ratios = [], []
+    ratios, beyond, adam_ratios = [], [], []
     for _ in range(rounds):
-        fork = run(sys.executable, engine, "muon", world_size, False)
-        stock = run(stock_python, engine, "muon", world_size, True)
-        adam = run(sys.executable, engine, "adamw", world_size, False)
+        fork = run(sys.executable, engine, "muon", world_size)
+        stock = run(stock_python, engine, "muon", world_size, stock=True)
+        adam = run(sys.executable, engine, "adamw", world_size)
         ratios.append(fork["seconds"] / stock["seconds"])
+        beyond.append((fork["seconds"] - adam["seconds"]) / (stock["seconds"] - adam["seconds"]))
         adam_ratios.append(fork["seconds"] / adam["seconds"])
-    numel = LAYERS * (4 * WIDTH * WIDTH + 2 * WIDTH * MLP)
-    return (f"| {engine} | {world_size} | {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) | "
+    numel = numel_of(LAYERS)
+    return (f"| {engine} | {world_size} | {spread(ratios)} | {spread(beyond)} | "
             f"{statistics.median(adam_ratios):.1f} | {(fork['bytes'] - adam['bytes']) / numel:.3f} | "
             f"{(stock['bytes'] - adam['bytes']) / numel:.3f} | {fork['state_bytes'] / numel:.3f} | "
             f"{stock['state_bytes'] / numel:.3f} |")
 
 
+def spread(values: list) -> str:
+    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+
+
+def numel_of(layers: int) -> int:
+    return layers * (4 * WIDTH * WIDTH + 2 * WIDTH * MLP)
+
+
+def engines_table(arguments: argparse.Namespace, stock_python: str) -> Iterator[str]:
+    yield ("| engine | ranks | backward + step, fork/stock | the same beyond AdamW's | fork/AdamW | bytes beyond AdamW, "
+           "fork | stock | state bytes, fork | stock |")
+    yield "|---" * 9 + "|"
+    for world_size in arguments.world_sizes:
+        for engine in arguments.engines:
+            yield compare(engine, world_size, arguments.rounds, stock_python)
+
+
+def scaling_table(arguments: argparse.Namespace, stock_python: str) -> Iterator[str]:
+    """What a step of the fork's ZeRO-3 costs the busiest rank: one model on more ranks, and as much model a rank."""
+    yield "| scaling | ranks | layers | CPU time of the step, busiest rank, ms | beyond AdamW, ms | bytes a rank, MB |"
+    yield "|---" * 6 + "|"
+    for kind, layers_on in (("strong", lambda world_size: 4), ("weak", lambda world_size: 2 * world_size)):
+        for world_size in (1, 2, 4):
+            layers = layers_on(world_size)
+            found: dict = {"muon": [], "adamw": []}
+            for _ in range(arguments.rounds):
+                for optimizer, runs in found.items():
+                    runs.append(run(sys.executable, "zero3", optimizer, world_size, layers=layers))
+            busy, adam = ([1e3 * figures["busy"] for figures in found[name]] for name in ("muon", "adamw"))
+            more = [mine - other for mine, other in zip(busy, adam)]
+            sent = (found["muon"][0]["bytes"] - found["adamw"][0]["bytes"]) / 1e6
+            yield (f"| {kind} | {world_size} | {layers} | {statistics.median(busy):.0f} | {statistics.median(more):.0f} "
+                   f"({min(more):.0f} to {max(more):.0f}) | {sent:.2f} |")
+
+
+def first_table(arguments: argparse.Namespace, stock_python: str) -> Iterator[str]:
+    """The first iteration with torch.compile as each has it by default: stock compiles on CPUs, the fork does not."""
+    yield "| engine | ranks | first backward + step, fork, s | stock, s | fork/stock |"
+    yield "|---" * 5 + "|"
+    for engine in ("zero1", "zero3"):
+        fork = run(sys.executable, engine, "muon", 2, compile=True)["first"]
+        stock = run(stock_python, engine, "muon", 2, stock=True, compile=True)["first"]
+        yield f"| {engine} | 2 | {fork:.2f} | {stock:.1f} | {fork / stock:.3f} |"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", nargs=5, help=argparse.SUPPRESS)
+    parser.add_argument("--tables", nargs="+", default=list(TABLES), choices=TABLES)
     parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=list(ENGINES))
     parser.add_argument("--world-sizes", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--write", action="store_true", help=f"also write {RESULTS.name} in benchmarks/results/")
     arguments = parser.parse_args()
     if arguments.worker:
-        engine, optimizer, stock, out = arguments.worker
-        worker(engine, optimizer, bool(int(stock)), out)
+        engine, optimizer, stock, layers, out = arguments.worker
+        worker(engine, optimizer, bool(int(stock)), int(layers), out)
         return
     from stock import python_of
     stock_python = str(python_of(STOCK))
     lines = [
         f"{LAYERS} layers, {WIDTH} wide; {platform.machine()}, {os.cpu_count()} cores; "
-        f"{arguments.rounds} alternating runs of {STEPS} steps, one thread a rank. Bytes are per element of a matrix.",
-        "", "| engine | ranks | backward + step, fork/stock | fork/AdamW | bytes beyond AdamW, fork | stock "
-        "| state bytes, fork | stock |", "|---|---|---|---|---|---|---|---|"
+        f"{arguments.rounds} alternating runs of {STEPS} steps, one thread a rank. Bytes are per element of a matrix."
     ]
-    print("\n".join(lines), flush=True)
-    for world_size in arguments.world_sizes:
-        for engine in arguments.engines:
-            lines.append(compare(engine, world_size, arguments.rounds, stock_python))
-            print(lines[-1], flush=True)
-    if arguments.write:
-        RESULTS.write_text("# Engines: this fork against stock DeepSpeed 0.19.8\n\n" + "\n".join(lines) + "\n")
+    print(lines[0], flush=True)
+    makers = {"engines": engines_table, "scaling": scaling_table, "first": first_table}
+    for name in arguments.tables:
+        lines.append("")
+        for line in makers[name](arguments, stock_python):
+            lines.append(line)
+            print(line, flush=True)
+        if arguments.write:
+            RESULTS.write_text("# Engines: this fork against stock DeepSpeed 0.19.8\n\n" + "\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

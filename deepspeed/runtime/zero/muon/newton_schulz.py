@@ -22,6 +22,8 @@ from deepspeed.runtime.zero.muon.coefficients import Triple, check_method, padde
 from deepspeed.runtime.zero.muon.products import BATCHED, Products
 
 COMPILE_ENV = "DS_MUON_COMPILE"
+# A mode of torch.compile, and here a value of the variable: each graph is replayed as a CUDA graph.
+CUDA_GRAPHS = "reduce-overhead"
 
 Kernel = Callable[..., Tensor]
 
@@ -148,7 +150,8 @@ def iterate(x: Tensor,
     `x` is not changed, the result is contiguous. Gram runs where it is cheaper (`uses_gram`), else the standard
     iteration in the same dtype. A tall matrix costs what the wide one does. `compile` forces torch.compile on or off;
     by default it is used on accelerators and not on the CPU, one graph a shape, at the first call, and the environment
-    variable DS_MUON_COMPILE=0|1 overrides that.
+    variable DS_MUON_COMPILE overrides that: 0, 1, or reduce-overhead for 1 with CUDA graphs. These keep their memory,
+    which no plan's workspace counts.
     Raises ValueError for an unknown method, a shape that is not [batch, m, n], gram in bf16.
     """
     if x.ndim != 3:
@@ -182,7 +185,7 @@ def iterate_together(xs: Sequence[Tensor],
     chosen = products if m >= products.min_side else BATCHED
     kernel = gram_iteration if gram else standard_iteration
     if chosen.compiles and (_wants_compile(device.type) if compile is None else compile):
-        kernel = _compiled(kernel, (count, m, n), dtype, device, triples)
+        kernel = _compiled(kernel, (count, m, n), dtype, device, triples, _compile_mode())
     elif chosen is not BATCHED:
         kernel = functools.partial(kernel, products=chosen)
     # Not named, so that the kernel can drop its input after the first step.
@@ -234,20 +237,25 @@ def _to_work_layout(xs: Sequence[Tensor], m: int, n: int) -> Tensor:
 
 def _wants_compile(device_type: str) -> bool:
     setting = os.environ.get(COMPILE_ENV, "")
-    if setting not in ("", "0", "1"):
-        raise ValueError(
-            f"environment variable {COMPILE_ENV} must be 0 or 1, got {setting!r}; unset it for the default")
+    if setting not in ("", "0", "1", CUDA_GRAPHS):
+        raise ValueError(f"environment variable {COMPILE_ENV} must be 0, 1 or {CUDA_GRAPHS}, got {setting!r}; unset it "
+                         "for the default")
     # On the CPU the products are all of the time, and compiling takes longer than many a test.
-    return (setting == "1" if setting else device_type != "cpu") and is_compile_supported()
+    return (setting != "0" if setting else device_type != "cpu") and is_compile_supported()
+
+
+def _compile_mode() -> Optional[str]:
+    return CUDA_GRAPHS if os.environ.get(COMPILE_ENV) == CUDA_GRAPHS else None
 
 
 @functools.lru_cache(maxsize=None)
 def _compiled(kernel: Kernel, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device,
-              triples: tuple[Triple, ...]) -> Kernel:
-    """The compiled kernel of one shape; the arguments after `kernel` are the cache's key.
+              triples: tuple[Triple, ...], mode: Optional[str]) -> Kernel:
+    """The compiled kernel of one shape in a mode of torch.compile; all arguments are the cache's key.
 
     Each gets a code object of its own: torch.compile counts recompilations by code object, and runs whatever comes
     after the eighth shape uncompiled.
     """
     own = types.FunctionType(kernel.__code__.replace(), kernel.__globals__, kernel.__name__, kernel.__defaults__)
-    return torch.compile(own, fullgraph=True, dynamic=False, backend=get_accelerator().get_compile_backend())
+    backend = get_accelerator().get_compile_backend()
+    return torch.compile(own, fullgraph=True, dynamic=False, backend=backend, mode=mode)

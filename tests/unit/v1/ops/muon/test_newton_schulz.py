@@ -353,15 +353,40 @@ def test_compile_is_for_accelerators_unless_asked(monkeypatch):
     }), ("1", {
             "cpu": True,
             "cuda": True
+    }), ("reduce-overhead", {
+            "cpu": True,
+            "cuda": True
     })):
         monkeypatch.setenv(ns.COMPILE_ENV, setting)
         assert {device: ns._wants_compile(device) for device in expected} == expected
     monkeypatch.setenv(ns.COMPILE_ENV, "yes")
-    with pytest.raises(ValueError, match="DS_MUON_COMPILE must be 0 or 1, got 'yes'"):
+    with pytest.raises(ValueError, match="DS_MUON_COMPILE must be 0, 1 or reduce-overhead, got 'yes'"):
         iterate(torch.zeros(1, 2, 3), method="gram", triples=JORDAN5)
     monkeypatch.setenv(ns.COMPILE_ENV, "")
     monkeypatch.setattr(ns, "_compiled", lambda *key: pytest.fail("compiled on the CPU without being asked"))
     orthogonalize(torch.ones(4, 9), method="gram", triples=JORDAN5)
+
+
+@pytest.mark.parametrize("setting, mode", [("1", None), ("reduce-overhead", "reduce-overhead")])
+def test_cuda_graphs_are_a_mode_of_torch_compile(monkeypatch, setting, mode):
+    """What torch makes of the mode on a GPU is not shown here; on a CPU it makes nothing of it."""
+    modes = []
+
+    def compiler(function, **options):
+        modes.append(options["mode"])
+        return function
+
+    monkeypatch.setattr(ns, "is_compile_supported", lambda: True)
+    monkeypatch.setattr(torch, "compile", compiler)
+    monkeypatch.setenv(ns.COMPILE_ENV, setting)
+    ns._compiled.cache_clear()
+    x = normalize(gaussian(2, 5, 9))
+    assert torch.equal(iterate(x, method="gram", triples=JORDAN5), iterate(x,
+                                                                           method="gram",
+                                                                           triples=JORDAN5,
+                                                                           compile=False))
+    ns._compiled.cache_clear()
+    assert modes == [mode]
 
 
 COMPILE_SCRIPT = """
