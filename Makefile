@@ -36,8 +36,8 @@ ifeq ($(filter $(OPT),muon adamw),)
 $(error OPT=$(OPT) is not one of: muon adamw)
 endif
 
-# Of the scripts in benchmarks/, those that print a table of this fork's.
-BENCHES = plan newton_schulz_accuracy newton_schulz_speed engines
+# Of the scripts in benchmarks/, those that print a table of this fork's, alone or beside others.
+BENCHES = plan newton_schulz_accuracy newton_schulz_speed engines others
 
 VENV := .venv
 BIN := $(VENV)/bin

@@ -228,7 +228,7 @@ def numel_of(layers: int) -> int:
 
 def engines_table(arguments: argparse.Namespace, stock_python: str) -> Iterator[str]:
     yield ("| engine | ranks | backward + step, fork/stock | the same beyond AdamW's | fork/AdamW | bytes beyond AdamW, "
-           "fork | stock | state bytes, fork | stock |")
+           "fork | bytes beyond AdamW, stock | state bytes, fork | state bytes, stock |")
     yield "|---" * 9 + "|"
     for world_size in arguments.world_sizes:
         for engine in arguments.engines:

@@ -115,8 +115,8 @@ class Contender:
         self.model, self.step, self.backward, self.weights = model, step, backward, weights
 
 
-def zero3(model: Any, name: str) -> Contender:
-    """ZeRO-3 of DeepSpeed: the timed step is all of `engine.step()`."""
+def zero3(model: Any, name: str, bf16: bool) -> Contender:
+    """ZeRO-3 of DeepSpeed: the timed step is all of `engine.step()`. `bf16`: the standard iteration runs in it."""
     import deepspeed
     optimizer = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
     if name != ADAM["ZeRO-3"]:
@@ -127,7 +127,7 @@ def zero3(model: Any, name: str) -> Contender:
                 "momentum": MOMENTUM,
                 "weight_decay": 0.0,
                 "ns_steps": NS_STEPS,
-                "ns_dtype": "float32",
+                "ns_dtype": "bfloat16" if bf16 and name == STANDARD else "float32",
                 "ns_method": "gram" if name == FORK else "standard"
             }
         }
@@ -224,7 +224,7 @@ def cast_to_fp32() -> None:
 class Session:
     """The contenders of one process group and the rounds in which they take turns."""
 
-    def __init__(self, layers: int, width: int, names: list[str]):
+    def __init__(self, layers: int, width: int, names: list[str], bf16: bool):
         import deepspeed.comm as dist
         from torch.distributed.device_mesh import init_device_mesh
         self.dist, self.width = dist, width
@@ -233,7 +233,7 @@ class Session:
         self.start = [param.detach().clone() for param in make_model(layers, width).parameters()]
         self.contenders = {
             name:
-            zero3(make_model(layers, width), name) if name.startswith("ZeRO-3") else fsdp2(
+            zero3(make_model(layers, width), name, bf16) if name.startswith("ZeRO-3") else fsdp2(
                 make_model(layers, width), name, mesh)
             for name in names
         }
@@ -294,7 +294,7 @@ def worker(layers: int, width: int, rounds: int, names: list[str], out: str, bf1
             cast_to_fp32()
     counted = Counted()
     count_orthogonalized(counted, others)
-    session = Session(layers, width, names)
+    session = Session(layers, width, names, bf16)
     session.round(session.timed)
     made = {name: session.updates(name) for name in names}
     expected = made[STANDARD if STANDARD in names else names[0]]
@@ -302,12 +302,11 @@ def worker(layers: int, width: int, rounds: int, names: list[str], out: str, bf1
         name: max((torch.linalg.norm(a - b) / torch.linalg.norm(b)).item() for a, b in zip(update, expected))
         for name, update in made.items()
     }
-    # In its first steps the fork tests itself.
-    for _ in range(0 if bf16 else 2):
+    # In its first steps the fork tests itself. One round is asked for where a step takes minutes.
+    for _ in range(2 if rounds > 1 else 0):
         session.round(session.timed)
     seconds = [session.round(session.timed) for _ in range(rounds)]
-    # In bf16 it would count the same, and takes long.
-    counts = None if bf16 else session.round(count_step(session, counted))
+    counts = session.round(count_step(session, counted)) if rounds > 1 else None
     if session.rank == 0:
         found = {
             name:

@@ -25,6 +25,12 @@ COMPILE_ENV = "DS_MUON_COMPILE"
 # A mode of torch.compile, and here a value of the variable: each graph is replayed as a CUDA graph.
 CUDA_GRAPHS = "reduce-overhead"
 
+# What a CPU has of a batch at a time, a thread: about a core's L2 cache. Measured on one thread, against the whole
+# batch: 0.86 to 0.97 of the time in fp32 and 0.91 to 0.97 in bf16, of 256 x 256 to 512 x 2048; on two 0.91 to 1.0.
+# Smaller matrices stay together: a call is not much shorter than they take.
+CPU_PIECE_BYTES = 2**21
+CPU_MATRIX_BYTES = 2**18
+
 Kernel = Callable[..., Tensor]
 
 
@@ -188,8 +194,12 @@ def iterate_together(xs: Sequence[Tensor],
         kernel = _compiled(kernel, (count, m, n), dtype, device, triples, _compile_mode())
     elif chosen is not BATCHED:
         kernel = functools.partial(kernel, products=chosen)
-    # Not named, so that the kernel can drop its input after the first step.
-    result = kernel(_to_work_layout(xs, m, n), triples)
+    pieces = _cpu_pieces(count, m * n * xs[0].element_size()) if device.type == "cpu" else 1
+    if pieces == 1:
+        # Not named, so that the kernel can drop its input after the first step.
+        result = kernel(_to_work_layout(xs, m, n), triples)
+    else:
+        result = _in_pieces(kernel, _to_work_layout(xs, m, n), triples, pieces)
     results = []
     for x, own in zip(xs, result.split([len(x) for x in xs])):
         rows, cols = x.shape[-2:]
@@ -233,6 +243,22 @@ def _to_work_layout(xs: Sequence[Tensor], m: int, n: int) -> Tensor:
     for x, own in zip(wide, work.split([len(x) for x in xs])):
         own[:, :x.shape[-2], :x.shape[-1]].copy_(x)
     return work
+
+
+def _cpu_pieces(count: int, matrix_bytes: int) -> int:
+    """How often a batch is cut: so that a piece fits the caches, but has a matrix for each thread."""
+    if matrix_bytes < CPU_MATRIX_BYTES:
+        return 1
+    threads = torch.get_num_threads()
+    at_a_time = max(threads, threads * CPU_PIECE_BYTES // matrix_bytes)
+    return -(-count // at_a_time)
+
+
+def _in_pieces(kernel: Kernel, x: Tensor, triples: tuple[Triple, ...], pieces: int) -> Tensor:
+    result = torch.empty_like(x)
+    for own, part in zip(result.tensor_split(pieces), x.tensor_split(pieces)):
+        own.copy_(kernel(part, triples))
+    return result
 
 
 def _wants_compile(device_type: str) -> bool:

@@ -232,22 +232,23 @@ class TestTied(DistributedTest):
         trained.destroy()
 
 
+@pytest.mark.support(feature="A parameter listed twice", state="refused")
+@pytest.mark.parametrize("engine, dtype", [("stage0", "fp32"), ("bf16_optimizer", "bf16"), ("zero1", "fp32"),
+                                           ("zero2", "fp32"), ("zero3", "fp32")])
 class TestListedTwice(DistributedTest):
     world_size = 1
 
-    @pytest.mark.support(feature="A parameter listed twice", engine="ZeRO-1", state="refused")
-    def test_in_one_group(self):
+    def test_in_one_group(self, engine, dtype):
         model = ProductModel(SHAPES)
         twice = [*model.parameters(), model.products["layers.0.weight"].weight]
         with pytest.raises(AssertionError, match=r"layers\.0\.weight occurs multiple times"):
-            contract.initialize(model, contract.ds_config("zero1"), model_parameters=twice)
+            contract.initialize(model, contract.ds_config(engine, dtype), model_parameters=twice)
 
-    @pytest.mark.support(feature="A parameter listed twice", engine="ZeRO-1", state="refused")
-    def test_in_two_groups(self):
+    def test_in_two_groups(self, engine, dtype):
         model = ProductModel(SHAPES)
         groups = [{"params": list(model.parameters())}, {"params": [model.products["layers.0.weight"].weight]}]
         with pytest.raises(ValueError, match="some parameters appear in more than one parameter group"):
-            contract.initialize(model, contract.ds_config("zero1"), model_parameters=groups)
+            contract.initialize(model, contract.ds_config(engine, dtype), model_parameters=groups)
 
 
 class Killed(BaseException):

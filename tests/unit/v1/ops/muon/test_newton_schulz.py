@@ -182,6 +182,33 @@ def test_threads_share_a_batch_by_its_matrices(m, n, method, dtype, set_threads)
     assert_same_but_for_rounding(alone[1][0], together[0][2])
 
 
+@pytest.mark.parametrize("count, shape, pieces", [(7, (256, 256), 1), (9, (256, 256), 2), (5, (256, 1024), 3),
+                                                  (100, (128, 256), 1), (3, (1024, 1024), 3)])
+def test_a_cpu_has_what_fits_its_cache_at_a_time(count, shape, pieces, set_threads, monkeypatch):
+    """2 MiB of matrices of 256 KiB and more on one thread; the same bits, and what is given is not changed."""
+    set_threads(1)
+    seen = []
+
+    def kernel(x, triples):
+        seen.append(len(x))
+        return 2 * x
+
+    monkeypatch.setattr(ns, "standard_iteration", kernel)
+    x = gaussian(count, *shape)
+    before = x.clone()
+    assert torch.equal(iterate(x, method="standard", triples=JORDAN5), 2 * before) and torch.equal(x, before)
+    assert (len(seen), sum(seen)) == (pieces, count) and max(seen) - min(seen) <= 1
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_pieces_have_the_bits_of_the_whole(method, set_threads, monkeypatch):
+    set_threads(1)
+    x = normalize(gaussian(9, 256, 272))
+    cut = iterate(x, method=method, triples=JORDAN5)
+    monkeypatch.setattr(ns, "CPU_PIECE_BYTES", 2**30)
+    assert torch.equal(iterate(x, method=method, triples=JORDAN5), cut)
+
+
 @pytest.mark.parametrize("method,dtype", [("standard", torch.float32), ("standard", torch.bfloat16),
                                           ("gram", torch.float32)])
 def test_same_bits_wherever_the_matrices_start_in_memory(method, dtype):

@@ -160,17 +160,19 @@ class Records(logging.Handler):
         self.messages.append(record.getMessage())
 
 
+ENGINES = [("bf16_optimizer", "bf16"), ("zero1", "fp32"), ("zero2", "fp32"), ("zero3", "fp32")]
+
+
 class TestShard(DistributedTest):
     world_size = 2
 
-    @pytest.mark.support(feature="\"tensor_parallel\": \"shard\"",
-                         engine="ZeRO-1",
-                         state="each shard by itself, one warning")
-    def test_warns_once(self):
+    @pytest.mark.support(feature="\"tensor_parallel\": \"shard\"", state="each shard by itself, one warning")
+    @pytest.mark.parametrize("engine, dtype", ENGINES)
+    def test_warns_once(self, engine, dtype):
         mpu = Mpu()
         model = megatron_model(mpu.get_tensor_model_parallel_rank())
         named = dict(model.named_parameters())
-        config = contract.ds_config("zero1", optimizer={"tensor_parallel": "shard"})
+        config = contract.ds_config(engine, dtype, optimizer={"tensor_parallel": "shard"})
         logger.warning_once.cache_clear()
         records = Records()
         logger.addHandler(records)
@@ -200,34 +202,37 @@ class SlicedLinear(contract.LinearProduct):
 class TestRefused(DistributedTest):
     world_size = 4
 
-    @pytest.mark.support(feature="Tensor with pipeline parallelism", engine="ZeRO-1", state="refused")
-    def test_pipeline(self):
+    @pytest.mark.support(feature="Tensor with pipeline parallelism", state="refused")
+    @pytest.mark.parametrize("engine, dtype", ENGINES[:2])
+    def test_pipeline(self, engine, dtype):
         topology = PipeModelDataParallelTopology(num_pp=2, num_mp=TENSOR, num_dp=1)
         layers = [LayerSpec(SlicedLinear) for _ in range(2)]
         module = PipelineModule(layers, topology=topology, partition_method="uniform")
         message = r"data x tensor ranks are 2 of 4 ranks.*pipeline or expert parallelism.*\"shard\""
         with pytest.raises(ValueError, match=message):
-            contract.initialize(module, contract.ds_config("zero1"))
+            contract.initialize(module, contract.ds_config(engine, dtype))
 
-    @pytest.mark.support(feature="Tensor with expert parallelism", engine="ZeRO-1", state="refused")
-    def test_experts_that_are_cut(self):
+    @pytest.mark.support(feature="Tensor with expert parallelism", state="refused")
+    @pytest.mark.parametrize("engine, dtype", ENGINES[:3])
+    def test_experts_that_are_cut(self, engine, dtype):
         mpu = Mpu()
         model = experts.ExpertModel(2, enable_expert_tensor_parallelism=True)
         for name, param in model.by_global_name.items():
             param.tensor_model_parallel = experts.expert_of(name) >= 0
             param.partition_dim = 0
         with pytest.raises(ValueError, match=r"data x tensor ranks are 2 of 4 ranks.*pipeline or expert parallelism"):
-            contract.initialize(model, contract.ds_config("zero1"), mpu=mpu)
+            contract.initialize(model, contract.ds_config(engine, dtype), mpu=mpu)
 
-    @pytest.mark.support(feature="Tensor-parallel shards of different sizes", engine="ZeRO-1", state="refused")
-    def test_uneven_shards(self):
+    @pytest.mark.support(feature="Tensor-parallel shards of different sizes", state="refused")
+    @pytest.mark.parametrize("engine, dtype", ENGINES)
+    def test_uneven_shards(self, engine, dtype):
         mpu = Mpu()
         rows = 5 + 3 * mpu.get_tensor_model_parallel_rank()
         model = ProductModel({"column.weight": (rows, 13)})
         for param in model.parameters():
             param.tensor_model_parallel, param.partition_dim = True, 0
         with pytest.raises(ValueError, match="uneven tensor-parallel shards are supported with .* \"shard\" only"):
-            contract.initialize(model, contract.ds_config("zero1"), mpu=mpu)
+            contract.initialize(model, contract.ds_config(engine, dtype), mpu=mpu)
 
     @pytest.mark.support(feature="Tensor-parallel shards along an unknown dimension", engine="ZeRO-1", state="refused")
     @pytest.mark.parametrize("shape, dim", [((6, 13), -1), ((6, 13), 2), ((6, 5, 3, 3), 2), ((6, 13), None)])
