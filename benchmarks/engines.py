@@ -32,13 +32,14 @@ TABLES = ("engines", "scaling", "first")
 # With torch.compile on, stock's first step took from one to many minutes on CPUs.
 TIMEOUT_SECONDS = 900
 NOTES = """
-The time holds the backward pass, which both sides share and which is small here, since stock ZeRO-1 and 2 orthogonalize
-at its end. "Beyond AdamW's" is what is left of it on both sides without the time of AdamW in the same engine: the price
-of Muon. Ratios are of runs that follow one another: median (least to most). Newton-Schulz is the same on both sides, gram
-in fp32, and not compiled but in the table of first steps.
+The time holds the backward pass, which both sides share and which is small here, since stock ZeRO-1 and 2
+orthogonalize at its end. "Beyond AdamW's" is what is left of it on both sides without the time of AdamW in the same
+engine: the price of Muon. Ratios are of runs that follow one another: median (least to most). Newton-Schulz is the same
+on both sides, gram in fp32, and not compiled but in the table of first steps.
 
-Scaling is of the fork's ZeRO-3. CPU time is of all threads of a rank in `engine.step()`, without what it waits: on fewer
-cores than ranks the clock tells nothing of the work of one. Strong: one model on more ranks. Weak: as much model a rank.
+Scaling is of the fork's ZeRO-3. CPU time is of all threads of a rank in `engine.step()`, without what it waits: on
+fewer cores than ranks the clock tells nothing of the work of one. Strong: one model on more ranks. Weak: as much model
+a rank.
 """
 
 ENGINES = {
@@ -140,8 +141,8 @@ class ReceivedBytes:
 
 
 def worker(engine_name: str, optimizer: str, stock: bool, layers: int, out: str) -> None:
-    """One rank of one run: median time of backward pass and step, CPU time of the busiest rank in the step, bytes of an
-    iteration, bytes of state, time of the first step."""
+    """One rank of one run: median time of backward pass and step, CPU time of the busiest rank in the step, bytes of
+    an iteration, bytes of state, time of the first step."""
     import torch
     import deepspeed
     import deepspeed.comm as dist
@@ -236,8 +237,9 @@ def numel_of(layers: int) -> int:
 
 
 def engines_table(arguments: argparse.Namespace, stock_python: str) -> Iterator[str]:
-    yield ("| engine | ranks | backward + step, fork/stock | the same beyond AdamW's | fork/AdamW | bytes beyond AdamW, "
-           "fork | bytes beyond AdamW, stock | state bytes, fork | state bytes, stock |")
+    yield (
+        "| engine | ranks | backward + step, fork/stock | the same beyond AdamW's | fork/AdamW | bytes beyond AdamW, "
+        "fork | bytes beyond AdamW, stock | state bytes, fork | state bytes, stock |")
     yield "|---" * 9 + "|"
     for world_size in arguments.world_sizes:
         for engine in arguments.engines:
@@ -258,8 +260,9 @@ def scaling_table(arguments: argparse.Namespace, stock_python: str) -> Iterator[
             busy, adam = ([1e3 * figures["busy"] for figures in found[name]] for name in ("muon", "adamw"))
             more = [mine - other for mine, other in zip(busy, adam)]
             sent = (found["muon"][0]["bytes"] - found["adamw"][0]["bytes"]) / 1e6
-            yield (f"| {kind} | {world_size} | {layers} | {statistics.median(busy):.0f} | {statistics.median(more):.0f} "
-                   f"({min(more):.0f} to {max(more):.0f}) | {sent:.2f} |")
+            yield (
+                f"| {kind} | {world_size} | {layers} | {statistics.median(busy):.0f} | {statistics.median(more):.0f} "
+                f"({min(more):.0f} to {max(more):.0f}) | {sent:.2f} |")
 
 
 def first_table(arguments: argparse.Namespace, stock_python: str) -> Iterator[str]:
@@ -299,7 +302,8 @@ def main() -> None:
             lines.append(line)
             print(line, flush=True)
         if arguments.write:
-            RESULTS.write_text("# Engines: this fork against stock DeepSpeed 0.19.8\n\n" + "\n".join(lines) + "\n" + NOTES)
+            RESULTS.write_text("# Engines: this fork against stock DeepSpeed 0.19.8\n\n" + "\n".join(lines) + "\n" +
+                               NOTES)
 
 
 if __name__ == "__main__":

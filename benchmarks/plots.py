@@ -93,12 +93,21 @@ def draw_engines(folder: Path) -> None:
     bars(left, names, series, "Time", f"{column}: less is better")
     ranks = max(int(row["ranks"]) for row in rows)
     received = {
-        "fork": {row["engine"]: spread_of(row["bytes beyond AdamW, fork"])
-                 for row in rows if int(row["ranks"]) == ranks},
-        "stock": {row["engine"]: spread_of(row["bytes beyond AdamW, stock"])
-                  for row in rows if int(row["ranks"]) == ranks}
+        "fork": {
+            row["engine"]: spread_of(row["bytes beyond AdamW, fork"])
+            for row in rows if int(row["ranks"]) == ranks
+        },
+        "stock": {
+            row["engine"]: spread_of(row["bytes beyond AdamW, stock"])
+            for row in rows if int(row["ranks"]) == ranks
+        }
     }
-    bars(right, names, received, f"Bytes, {ranks} ranks", "bytes beyond AdamW's, per element of a matrix", ratios=False)
+    bars(right,
+         names,
+         received,
+         f"Bytes, {ranks} ranks",
+         "bytes beyond AdamW's, per element of a matrix",
+         ratios=False)
     figure.savefig(folder / "engines.png")
 
 

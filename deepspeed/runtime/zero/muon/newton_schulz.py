@@ -33,7 +33,6 @@ CPU_MATRIX_BYTES = 2**18
 
 Kernel = Callable[..., Tensor]
 
-
 # Any of these instructions makes a CPU's products in that dtype faster than its fp32 ones.
 CPU_INSTRUCTIONS = {torch.float16: ("amx_fp16", ), torch.bfloat16: ("amx_bf16", "avx512_bf16")}
 
@@ -264,8 +263,9 @@ def _in_pieces(kernel: Kernel, x: Tensor, triples: tuple[Triple, ...], pieces: i
 def _wants_compile(device_type: str) -> bool:
     setting = os.environ.get(COMPILE_ENV, "")
     if setting not in ("", "0", "1", CUDA_GRAPHS):
-        raise ValueError(f"environment variable {COMPILE_ENV} must be 0, 1 or {CUDA_GRAPHS}, got {setting!r}; unset it "
-                         "for the default")
+        raise ValueError(
+            f"environment variable {COMPILE_ENV} must be 0, 1 or {CUDA_GRAPHS}, got {setting!r}; unset it "
+            "for the default")
     # On the CPU the products are all of the time, and compiling takes longer than many a test.
     return (setting != "0" if setting else device_type != "cpu") and is_compile_supported()
 

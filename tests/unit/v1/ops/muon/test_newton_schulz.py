@@ -345,10 +345,11 @@ def test_compute_dtype_is_the_accelerators_answer(monkeypatch, fp16, bf16, gram,
         compute_dtype("newton")
 
 
-@pytest.mark.parametrize("instruction,gram,standard",
-                         [("amx_bf16", torch.float32, torch.bfloat16), ("avx512_bf16", torch.float32, torch.bfloat16),
-                          ("amx_fp16", torch.float16, torch.float32), ("avx512_fp16", torch.float32, torch.float32),
-                          (None, torch.float32, torch.float32)])
+@pytest.mark.parametrize("instruction,gram,standard", [("amx_bf16", torch.float32, torch.bfloat16),
+                                                       ("avx512_bf16", torch.float32, torch.bfloat16),
+                                                       ("amx_fp16", torch.float16, torch.float32),
+                                                       ("avx512_fp16", torch.float32, torch.float32),
+                                                       (None, torch.float32, torch.float32)])
 def test_half_precision_on_a_cpu_only_where_it_is_faster(monkeypatch, instruction, gram, standard):
 
     class Cpu:
@@ -408,10 +409,8 @@ def test_cuda_graphs_are_a_mode_of_torch_compile(monkeypatch, setting, mode):
     monkeypatch.setenv(ns.COMPILE_ENV, setting)
     ns._compiled.cache_clear()
     x = normalize(gaussian(2, 5, 9))
-    assert torch.equal(iterate(x, method="gram", triples=JORDAN5), iterate(x,
-                                                                           method="gram",
-                                                                           triples=JORDAN5,
-                                                                           compile=False))
+    assert torch.equal(iterate(x, method="gram", triples=JORDAN5),
+                       iterate(x, method="gram", triples=JORDAN5, compile=False))
     ns._compiled.cache_clear()
     assert modes == [mode]
 

@@ -31,7 +31,15 @@ def plots():
 
 
 def test_tables_of_a_page(plots):
-    assert plots.tables(PAGE) == [[{"engine": "zero1", "ranks": "2"}, {"engine": "zero3", "ranks": "4"}], [{"other": "1"}]]
+    assert plots.tables(PAGE) == [[{
+        "engine": "zero1",
+        "ranks": "2"
+    }, {
+        "engine": "zero3",
+        "ranks": "4"
+    }], [{
+        "other": "1"
+    }]]
 
 
 def test_spread(plots):
