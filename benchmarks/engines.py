@@ -34,8 +34,8 @@ TIMEOUT_SECONDS = 900
 NOTES = """
 The time holds the backward pass, which both sides share and which is small here, since stock ZeRO-1 and 2
 orthogonalize at its end. "Beyond AdamW's" is what is left of it on both sides without the time of AdamW in the same
-engine: the price of Muon. Ratios are of runs that follow one another: median (least to most). Newton-Schulz is the same
-on both sides, gram in fp32, and not compiled but in the table of first steps.
+engine: the price of Muon. Ratios are of runs that follow one another: median (least to most). Newton-Schulz is the
+same on both sides, gram in fp32, and not compiled but in the table of first steps.
 
 Scaling is of the fork's ZeRO-3. CPU time is of all threads of a rank in `engine.step()`, without what it waits: on
 fewer cores than ranks the clock tells nothing of the work of one. Strong: one model on more ranks. Weak: as much model
