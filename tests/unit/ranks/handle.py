@@ -50,8 +50,10 @@ class RankProcess:
 
     @property
     def threads(self) -> int:
-        """Threads of the living process."""
-        return psutil.Process(self.pid).num_threads()
+        """Threads of the process, 0 where it has ended."""
+        with suppress(psutil.NoSuchProcess):
+            return psutil.Process(self.pid).num_threads()
+        return 0
 
     @property
     def handles(self) -> List[Union[Connection, int]]:

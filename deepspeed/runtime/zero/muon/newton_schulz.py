@@ -189,11 +189,12 @@ def iterate_together(xs: Sequence[Tensor],
     dtype, device = xs[0].dtype, xs[0].device
     chosen = products if m >= products.min_side else BATCHED
     kernel = gram_iteration if gram else standard_iteration
+    pieces = _cpu_pieces(count, m * n * xs[0].element_size()) if device.type == "cpu" else 1
     if chosen.compiles and (_wants_compile(device.type) if compile is None else compile):
-        kernel = _compiled(kernel, (count, m, n), dtype, device, triples, _compile_mode())
+        # One graph, for the whole batch.
+        kernel, pieces = _compiled(kernel, (count, m, n), dtype, device, triples, _compile_mode()), 1
     elif chosen is not BATCHED:
         kernel = functools.partial(kernel, products=chosen)
-    pieces = _cpu_pieces(count, m * n * xs[0].element_size()) if device.type == "cpu" else 1
     if pieces == 1:
         # Not named, so that the kernel can drop its input after the first step.
         result = kernel(_to_work_layout(xs, m, n), triples)

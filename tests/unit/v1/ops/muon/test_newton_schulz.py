@@ -200,6 +200,14 @@ def test_a_cpu_has_what_fits_its_cache_at_a_time(count, shape, pieces, set_threa
     assert (len(seen), sum(seen)) == (pieces, count) and max(seen) - min(seen) <= 1
 
 
+def test_what_is_compiled_is_not_cut(set_threads, monkeypatch):
+    set_threads(1)
+    seen = []
+    monkeypatch.setattr(ns, "_compiled", lambda kernel, *key: lambda x, triples: seen.append(len(x)) or x.clone())
+    iterate(gaussian(9, 256, 256), method="standard", triples=JORDAN5, compile=True)
+    assert seen == [9]
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_pieces_have_the_bits_of_the_whole(method, set_threads, monkeypatch):
     set_threads(1)
