@@ -24,12 +24,13 @@ import time
 from pathlib import Path
 from typing import Iterator
 
+from figures import spread
+
 LAYERS, WIDTH, MLP = 6, 256, 1024
 WARMUP, STEPS = 2, 6
 STOCK = "0.19.8"
 RESULTS = Path(__file__).resolve().parent / "results" / "engines.md"
-TABLES = ("engines", "scaling", "first")
-# With torch.compile on, stock's first step took from one to many minutes on CPUs.
+# With torch.compile on, stock's first step takes from one to many minutes on CPUs.
 TIMEOUT_SECONDS = 900
 NOTES = """
 The time holds the backward pass, which both sides share and which is small here, since stock ZeRO-1 and 2
@@ -221,19 +222,11 @@ def compare(engine: str, world_size: int, rounds: int, stock_python: str) -> str
         ratios.append(fork["seconds"] / stock["seconds"])
         beyond.append((fork["seconds"] - adam["seconds"]) / (stock["seconds"] - adam["seconds"]))
         adam_ratios.append(fork["seconds"] / adam["seconds"])
-    numel = numel_of(LAYERS)
+    numel = LAYERS * (4 * WIDTH * WIDTH + 2 * WIDTH * MLP)
     return (f"| {engine} | {world_size} | {spread(ratios)} | {spread(beyond)} | "
             f"{statistics.median(adam_ratios):.1f} | {(fork['bytes'] - adam['bytes']) / numel:.3f} | "
             f"{(stock['bytes'] - adam['bytes']) / numel:.3f} | {fork['state_bytes'] / numel:.3f} | "
             f"{stock['state_bytes'] / numel:.3f} |")
-
-
-def spread(values: list) -> str:
-    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
-
-
-def numel_of(layers: int) -> int:
-    return layers * (4 * WIDTH * WIDTH + 2 * WIDTH * MLP)
 
 
 def engines_table(arguments: argparse.Namespace, stock_python: str) -> Iterator[str]:
@@ -275,10 +268,13 @@ def first_table(arguments: argparse.Namespace, stock_python: str) -> Iterator[st
         yield f"| {engine} | 2 | {fork:.2f} | {stock:.1f} | {fork / stock:.3f} |"
 
 
+TABLES = {"engines": engines_table, "scaling": scaling_table, "first": first_table}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worker", nargs=5, help=argparse.SUPPRESS)
-    parser.add_argument("--tables", nargs="+", default=list(TABLES), choices=TABLES)
+    parser.add_argument("--tables", nargs="+", default=list(TABLES), choices=list(TABLES))
     parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=list(ENGINES))
     parser.add_argument("--world-sizes", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--rounds", type=int, default=5)
@@ -295,10 +291,9 @@ def main() -> None:
         f"{arguments.rounds} alternating runs of {STEPS} steps, one thread a rank. Bytes are per element of a matrix."
     ]
     print(lines[0], flush=True)
-    makers = {"engines": engines_table, "scaling": scaling_table, "first": first_table}
     for name in arguments.tables:
         lines.append("")
-        for line in makers[name](arguments, stock_python):
+        for line in TABLES[name](arguments, stock_python):
             lines.append(line)
             print(line, flush=True)
         if arguments.write:

@@ -23,6 +23,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from figures import spread
 from others_worker import ADAM, CONTENDERS, FORK, OTHERS, STANDARD
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -69,10 +70,6 @@ def run(model: str, world_size: int, rounds: int, names: list[str], bf16: bool =
         if found.returncode or not os.path.exists(out):
             raise RuntimeError(f"{model} W={world_size} bf16={bf16}:\n{found.stdout}{found.stderr}")
         return json.loads(Path(out).read_text())
-
-
-def spread(values: list[float]) -> str:
-    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
 def table(model: str, world_size: int, found: dict[str, Any], dtype: str) -> list[str]:
